@@ -329,7 +329,7 @@ def test_only_the_last_backward_of_a_graph_overwrites_what_was_kept(
         return fused.SavedTiles(hidden.new_empty(3, 8), hidden.new_empty(1, 3, 3, dtype=torch.float32))
 
     def head_statistics(*arguments: Any) -> Tensor:
-        return chunked.head_statistics(*arguments[:4])
+        return chunked.head_statistics(*arguments[:5])
 
     def head_gradients(*arguments: Any, saved: fused.SavedTiles, overwrite: bool, **options: Any) -> None:
         overwritten.append(overwrite)

@@ -284,9 +284,9 @@ def test_what_the_kernels_of_the_head_are_given(tokens: int, monkeypatch: pytest
     expected = linear_log_probs(hidden, weight, labels, temperature=temperature)
     seen = []
 
-    def statistics(hidden: Tensor, weight: Tensor, labels: Tensor, transform: Any) -> Tensor:
+    def statistics(hidden: Tensor, weight: Tensor, labels: Tensor, transform: Any, mask: Any) -> Tensor:
         seen.append((len(hidden), len(labels), len(transform.temperature), len(weight)))
-        return chunked.head_statistics(hidden, weight, labels, transform)
+        return chunked.head_statistics(hidden, weight, labels, transform, mask)
 
     monkeypatch.setattr(fused, "supports", lambda hidden, weight: True)
     monkeypatch.setattr(fused, "head_statistics", statistics)

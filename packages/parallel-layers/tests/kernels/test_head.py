@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from parallel_layers.head import fused
+from parallel_layers.head import chunked, fused
+from parallel_layers.head.chunked import LogitTransform
+from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.kernels import head_triton
 from parallel_layers.kernels.runtime import tl, triton
 
@@ -41,3 +43,52 @@ def test_kept_gradient(
     expected = grad_log_prob[:, None] * (is_label - log_probs.exp())
     expected -= grad_entropy[:, None] * log_probs.exp() * (log_probs + entropies[:, None])
     torch.testing.assert_close(gradient, expected[:, first : first + entries], rtol=1e-4, atol=1e-5)
+
+
+def _multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, _: None = None) -> None:
+    out.copy_(a.float() @ b.float().T)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_sampling_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch, softcap: float, keep: bool) -> None:
+    """Rows that keep all entries, one, none, or those of one tile, in slices of the vocabulary, beside plain torch."""
+    dtype = torch.bfloat16
+    if device.type == "cpu":  # the interpreter multiplies no bf16 and has no hardware logarithm
+        dtype = torch.float32
+        monkeypatch.setattr(head_triton, "_fast_log2", _log2)
+        monkeypatch.setattr(fused, "add_product_", lambda out, a, b: out.add_(a.float() @ b.float().T))
+        monkeypatch.setattr(fused, "multiply_into", _multiply)
+    monkeypatch.setattr(fused, "_MASK_BITS", 1)
+    monkeypatch.setattr(fused, "_MIN_SLICE", 256)
+    torch.manual_seed(0)
+    tokens, size, hidden_size = 130, 600, 64
+    hidden = torch.randint(-2, 3, (tokens, hidden_size), device=device).to(dtype)
+    weight = torch.randint(-2, 3, (size, hidden_size), device=device).to(dtype) / 16
+    counts = [size, 0, 1, *torch.randint(1, 300, (tokens - 3,)).tolist()]
+    rows = [torch.randperm(size)[:count] for count in counts]
+    rows[3] = torch.arange(256, 512)
+    mask = SamplingMask.from_rows(rows, device)
+    labels = torch.tensor([int(row[0]) if len(row) else -100 for row in rows], device=device)
+    transform = LogitTransform(0.7, softcap, torch.linspace(0.5, 2, tokens, device=device))
+    has_row = labels >= 0
+    expected = chunked.head_statistics(hidden.float(), weight.float(), labels, transform, mask)
+    saved = fused.new_kept(hidden, tokens, size) if keep else None
+    actual = fused.head_statistics(hidden, weight, labels, transform, mask, saved)
+    results = [[x[has_row] for x in chunked.finish_statistics(statistics)] for statistics in (actual, expected)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    grads = torch.randn(2, tokens, device=device) * has_row
+    _, entropy, logsumexp = (x.masked_fill(~has_row, 0) for x in chunked.finish_statistics(expected))
+    upstream = chunked.UpstreamGradients(grads[0], grads[1], logsumexp, entropy)
+    gradients = []
+    for module, inputs, options in (
+        (chunked, (hidden.float(), weight.float()), {}),
+        (fused, (hidden, weight), {"saved": saved}),
+    ):
+        pair = torch.zeros(tokens, hidden_size, device=device), torch.zeros(size, hidden_size, device=device)
+        module.head_gradients(
+            *inputs, labels, transform, upstream, mask, grad_hidden_TH=pair[0], grad_weight_VH=pair[1], **options
+        )
+        gradients.append(pair)
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=3e-2)
+    assert not gradients[1][0][~has_row].any()

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide
 
@@ -187,8 +188,26 @@ def _add_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
 
 
-def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
-    """Return the statistics `[4, T]` of this rank's logits; `labels_T` counts from this rank's first entry."""
+def drop_(logits_TV: Tensor, mask: SamplingMask | None, tokens: slice, entries: slice) -> Tensor:
+    """Write -inf to the logits of a tile that the sampling mask does not keep."""
+    if mask is None:
+        return logits_TV
+    return logits_TV.masked_fill_(
+        ~mask.tile(tokens, slice(entries.start, entries.start + logits_TV.shape[1])), -math.inf
+    )
+
+
+def head_statistics(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    transform: LogitTransform,
+    mask: SamplingMask | None = None,
+) -> Tensor:
+    """Return the statistics `[4, T]` of this rank's logits, or of those that the sampling mask keeps.
+
+    `labels_T` and the mask's ids count from this rank's first entry.
+    """
     dtype = _operand_dtype(hidden_TH)
     tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
     hidden = hidden_TH.to(dtype)
@@ -198,6 +217,7 @@ def head_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, tran
         statistics = []
         for tokens in runs(len(hidden), tokens_a_tile):
             logits, _ = transform.apply_(_product(hidden[tokens], weight.T), tokens)
+            logits = drop_(logits, mask, tokens, entries)
             statistics.append(tile_statistics(logits, labels_T[tokens] - entries.start))
         tile = torch.cat(statistics, dim=1)
         merged = tile if merged is None else merge_statistics(torch.stack((merged, tile)))
@@ -211,6 +231,7 @@ def head_gradients(
     labels_T: Tensor,
     transform: LogitTransform,
     upstream: UpstreamGradients,
+    mask: SamplingMask | None = None,
     *,
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
@@ -230,7 +251,7 @@ def head_gradients(
         grad_weight = None if grad_weight_VH is None else torch.zeros_like(weight, dtype=wide(dtype))
         for tokens in runs(len(hidden), tokens_a_tile):
             logits, derivative = transform.apply_(_product(hidden[tokens], weight.T), tokens)
-            labels = labels_T[tokens] - entries.start
+            labels, logits = labels_T[tokens] - entries.start, drop_(logits, mask, tokens, entries)
             gradient = logit_gradient(logits, labels, upstream, tokens).mul_(derivative).to(dtype)
             if grad_hidden_TH is not None:
                 _add_product_(grad_hidden_TH[tokens], gradient, weight)

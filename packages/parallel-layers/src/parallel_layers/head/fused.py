@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from parallel_layers.head.chunked import LogitTransform, UpstreamGradients
+from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.kernels.head_triton import (
     descriptor,
     kept_gradient_kernel,
     label_logits_kernel,
+    mask_bits_kernel,
     merge_kernel,
     product_gradient_kernel,
     product_statistics_kernel,
@@ -40,6 +42,8 @@ _STAGES, _STAGES_OF_WRITERS = 4, 3
 
 _SLICES = 10
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
+# Bits of a sampling mask that exist at a time.
+_MASK_BITS = 1 << 28
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
 
@@ -101,34 +105,42 @@ def head_statistics(
     weight_VH: Tensor,
     labels_T: Tensor,
     transform: LogitTransform,
+    mask: SamplingMask | None = None,
     saved: SavedTiles | None = None,
 ) -> Tensor:
-    """Compute `chunked.head_statistics` by a kernel, and fill `saved`."""
+    """Compute `chunked.head_statistics` by a kernel, and fill `saved`; with a mask in slices of the vocabulary."""
     hidden, weight = _readable(hidden_TH), _readable(weight_VH)
     (num_tokens, hidden_size), num_entries = hidden.shape, len(weight)
     numbers, inverse_temperatures = _numbers(transform)
     statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden.device)
-    tiling = _tiling(hidden, weight, _STAGES if saved is None else _STAGES_OF_WRITERS)
     tiles = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if saved is None else saved.tiles
-    if hidden.is_meta:  # a plan of memory: all is allocated
+    step = num_entries if mask is None else max(_MASK_BITS // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
+    for begin in range(0, num_entries, step):
+        entries = slice(begin, min(begin + step, num_entries))
+        bits = _bits(mask, entries)
+        if hidden.is_meta:  # a plan of memory: all is allocated
+            continue
+        tiling = _tiling(hidden, weight[entries], _STAGES if saved is None else _STAGES_OF_WRITERS)
+        exponentials = None
+        if saved is not None:
+            exponentials = descriptor(saved.exponentials[:, entries], (_BLOCK_T, BLOCK_V))
+        product_statistics_kernel[(tiling["PROGRAMS"],)](
+            descriptor(hidden, (_BLOCK_T, _STEP)),
+            descriptor(weight[entries], (BLOCK_V, _STEP)),
+            exponentials,
+            bits,
+            inverse_temperatures,
+            tiles[begin // BLOCK_V :],
+            num_tokens,
+            entries.stop - begin,
+            hidden_size,
+            *numbers,
+            SOFTCAP=transform.softcap != 0.0,
+            KEEP=saved is not None,
+            **tiling,
+        )
+    if hidden.is_meta:
         return statistics
-    exponentials = None
-    if saved is not None:
-        exponentials = descriptor(saved.exponentials[:, :num_entries], (_BLOCK_T, BLOCK_V))
-    product_statistics_kernel[(tiling["PROGRAMS"],)](
-        descriptor(hidden, (_BLOCK_T, _STEP)),
-        descriptor(weight, (BLOCK_V, _STEP)),
-        exponentials,
-        inverse_temperatures,
-        tiles,
-        num_tokens,
-        num_entries,
-        hidden_size,
-        *numbers,
-        SOFTCAP=transform.softcap != 0.0,
-        KEEP=saved is not None,
-        **tiling,
-    )
     merge_kernel[(cdiv(num_tokens, 32),)](tiles, statistics, len(tiles), num_tokens, BT=32, BN=64)
     label_logits_kernel[(num_tokens,)](
         hidden,
@@ -152,6 +164,7 @@ def head_gradients(
     labels_T: Tensor,
     transform: LogitTransform,
     upstream: UpstreamGradients,
+    mask: SamplingMask | None = None,
     *,
     grad_hidden_TH: Tensor | None,
     grad_weight_VH: Tensor | None,
@@ -172,6 +185,7 @@ def head_gradients(
         step = slice_entries(num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device))
         buffer = hidden.new_empty(num_tokens, min(step, cdiv(num_entries, BLOCK_V) * BLOCK_V))
     if hidden.is_meta:  # a plan of memory: all is allocated
+        _bits(mask, slice(0, min(step, num_entries)))
         hidden_done()
         return
     numbers, inverse_temperatures = _numbers(transform)
@@ -185,6 +199,7 @@ def head_gradients(
                 descriptor(hidden, (_BLOCK_T, _STEP)),
                 descriptor(weight, (BLOCK_V, _STEP)),
                 descriptor(gradient, (_BLOCK_T, BLOCK_V)),
+                _bits(mask, slice(begin, begin + len(weight))),
                 *rows,
                 *gradient.shape,
                 hidden.shape[1],
@@ -225,6 +240,18 @@ def saved_gradient(saved: SavedTiles, gradient_TV: Tensor, rows: _Rows, numbers:
         BV=BLOCK_V,
         num_warps=4,
     )
+
+
+def _bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
+    """Return the bits `[N, 8, T]` int32 of some entries, see `mask_bits_kernel`; None without a mask."""
+    if mask is None:
+        return None
+    num_entries = entries.stop - entries.start
+    bits = mask.ids.new_zeros(cdiv(num_entries, BLOCK_V), 8, len(mask))
+    if num_ids := len(mask.ids) * (not bits.is_meta):
+        numbers = num_ids, len(mask), entries.start, num_entries
+        mask_bits_kernel[(cdiv(num_ids, 1024),)](mask.ids, mask.rows, bits, *numbers, BV=BLOCK_V, BLOCK=1024)
+    return bits
 
 
 def _numbers(transform: LogitTransform) -> tuple[_Numbers, Tensor | None]:

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.head import fused
-from parallel_layers.head.chunked import LogitTransform, merge_statistics, runs, tile_statistics
+from parallel_layers.head.chunked import LogitTransform, drop_, merge_statistics, runs, tile_statistics
+from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.head.vocabulary import check_rows, gather_rows
 from parallel_layers.kernels.exact import exact_product
 from parallel_layers.linear.invariant import check_blocks
@@ -52,11 +53,14 @@ def invariant_statistics(
     weight_VH: Tensor,
     labels_T: Tensor,
     transform: LogitTransform,
+    mask: SamplingMask | None,
     vocab_size: int,
     blocks: int,
     group: ProcessGroup | None,
 ) -> Tensor:
-    """Return the statistics `[4, T]` of the whole vocabulary in fp64; `labels_T` counts from this rank's first entry.
+    """Return the statistics `[4, T]` of the whole vocabulary in fp64.
+
+    `labels_T` and the mask's ids count from this rank's first entry.
 
     Communication: an all-gather of `[parts of a rank, 4, T]`.
     """
@@ -66,7 +70,8 @@ def invariant_statistics(
     padded = hidden_TH.new_zeros(max(map(len, of_ranks)), 4, len(hidden_TH), dtype=torch.float32)
     for slot, (begin, end) in zip(padded, of_ranks[rank], strict=False):
         inside = slice(begin - rank * rows, end - rank * rows)
-        slot.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform))
+        kept = None if mask is None else mask.shift(inside.start)
+        slot.copy_(_part_statistics(hidden_TH, weight_VH[inside], labels_T - inside.start, transform, kept))
     gathered = gather_rows(padded[None], group).double()
     of_parts = [
         block for statistics, of_rank in zip(gathered, of_ranks, strict=False) for block in statistics[: len(of_rank)]
@@ -74,17 +79,21 @@ def invariant_statistics(
     return reduce(lambda left, right: merge_statistics(torch.stack((left, right))), of_parts)
 
 
-def _part_statistics(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform) -> Tensor:
+def _part_statistics(
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transform: LogitTransform, mask: SamplingMask | None
+) -> Tensor:
     if fused.supports(hidden_TH, weight_VH):
         num_tokens = len(hidden_TH)
         if padding := -num_tokens % _TOKENS_MULTIPLE:
             hidden_TH, labels_T = F.pad(hidden_TH, (0, 0, 0, padding)), F.pad(labels_T, (0, padding), value=-1)
+            mask = None if mask is None else mask.pad(num_tokens + padding)
             if isinstance(transform.temperature, Tensor):
                 transform = transform._replace(temperature=F.pad(transform.temperature, (0, padding), value=1.0))
-        return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform)[:, :num_tokens]
+        return fused.head_statistics(hidden_TH, weight_VH, labels_T, transform, mask)[:, :num_tokens]
     tiles = []
     for tokens in runs(len(hidden_TH), max(1, _TILE_LOGITS // len(weight_VH))):
         # fp64 hides the order of the sums; see `kernels.exact`.
         logits, _ = transform.apply_(exact_product(hidden_TH[tokens], weight_VH).double(), tokens)
+        logits = drop_(logits, mask, tokens, slice(0, len(weight_VH)))
         tiles.append(tile_statistics(logits, labels_T[tokens]).float())
     return torch.cat(tiles, dim=1)

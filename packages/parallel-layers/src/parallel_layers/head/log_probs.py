@@ -13,7 +13,8 @@ from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
 from parallel_layers.head.masked_vocabulary import mask_columns, masked_logits
 from parallel_layers.head.operators import log_probs_op
-from parallel_layers.head.vocabulary import check_rows, group_name, true_vocab_size
+from parallel_layers.head.sampling_mask import SamplingMask
+from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, group_name, true_vocab_size
 from parallel_layers.module.autocast import as_operand
 
 
@@ -39,6 +40,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     keep_probabilities: bool | Literal["auto"] = False,
+    sampling_mask: SamplingMask | None = None,
     within_TK: Tensor | None = None,
     blocks: int = 0,
 ) -> LogProbs:
@@ -79,6 +81,9 @@ def linear_log_probs(
             instead of three. It has an effect only where the fused kernels run. The last backward through a graph
             overwrites them; a backward with `retain_graph` takes a tenth more memory. "auto": keep them where the GPU
             has room for them, the head's gradient and a tenth of its memory.
+        sampling_mask: The tokens that each label was drawn from, T rows on the device of the labels, the same on all
+            ranks: log-probs and entropies are those of the distribution over these tokens alone. Rows without ids give
+            0. The logits' GEMMs are those of the whole vocabulary; the mask adds at most 32 MiB at a time.
         within_TK: `[T, K]` integers, the same on all ranks: the tokens over which each row is normalised, then -1.
             Only their logits are computed. Labels outside their row, and rows of -1 alone, give 0.
         blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
@@ -90,10 +95,10 @@ def linear_log_probs(
 
     Raises:
         ValueError: Shapes or dtypes do not fit; the rows cannot hold the vocabulary; a temperature, scale or cap is not
-            positive; ranks have different rows or vocabularies (compared once for each group and size); or a label is
-            outside the vocabulary. The last two are raised on every rank. With `blocks`: it is not a power of two, the
-            group's size does not divide it, ranks do not hold `ceil(vocab_size / tp)` rows each, the dtype is fp64, or
-            `within_TK` is given.
+            positive; ranks have different rows or vocabularies (compared once for each group and size); a label is
+            outside the vocabulary, or not in its row of the sampling mask. The last three are raised on every rank.
+            With `blocks`: it is not a power of two, the group's size does not divide it, ranks do not hold
+            `ceil(vocab_size / tp)` rows each, the dtype is fp64, or `within_TK` is given.
     """
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
@@ -147,6 +152,10 @@ def linear_log_probs(
         assert masked.entropy is not None
         no_mask = (within_TK < 0).all(dim=1)
         return LogProbs(masked.log_probs, masked.entropy.masked_fill(no_mask, 0.0) if entropy else None)
+    mask: list[Tensor] = []
+    if sampling_mask is not None:
+        is_empty = sampling_mask.check(labels_T, vocab_size)
+        labels_T, mask = labels_T.masked_fill(is_empty, IGNORE_INDEX), [sampling_mask.ids, sampling_mask.offsets]
     if blocks:
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
@@ -155,8 +164,8 @@ def linear_log_probs(
         keep_probabilities = trains and has_room(num_tokens, weight_VH)
     keep = keep_probabilities and not blocks and trains
     log_probs, entropy_T, *_ = log_probs_op(
-        hidden_TH, weight_VH, labels_T, temperatures_T, transform, vocab_size, sequence_parallel, group_name(group),
-        keep, blocks,
+        hidden_TH, weight_VH, labels_T, temperatures_T, mask, transform, vocab_size, sequence_parallel,
+        group_name(group), keep, blocks,
     )  # fmt: skip
     return LogProbs(log_probs, entropy_T if entropy else None)
 
@@ -214,6 +223,6 @@ def vocab_parallel_log_probs(
     rows, vocab_size = logits.reshape(-1, logits.shape[-1]), true_vocab_size(logits.shape[-1], vocab_size, group)
     unchanged = [1.0, 0.0, 1.0]
     log_probs, entropies, *_ = log_probs_op(
-        rows, None, labels.reshape(-1), None, unchanged, vocab_size, False, group_name(group), False, 0
+        rows, None, labels.reshape(-1), None, [], unchanged, vocab_size, False, group_name(group), False, 0
     )
     return LogProbs(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)

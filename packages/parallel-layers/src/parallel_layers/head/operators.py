@@ -18,6 +18,7 @@ from parallel_layers.distributed import async_collectives
 from parallel_layers.head import chunked, fused
 from parallel_layers.head.chunked import LogitTransform, UpstreamGradients, finish_statistics, merge_statistics
 from parallel_layers.head.invariant import invariant_statistics
+from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.head.vocabulary import (
     IGNORE_INDEX,
     check_rows,
@@ -37,6 +38,7 @@ def log_probs_op(
     weight_VH: Tensor | None,
     labels_T: Tensor,
     temperatures_T: Tensor | None,
+    mask: list[Tensor],
     numbers: list[float],
     vocab_size: int,
     sequence_parallel: bool,
@@ -46,7 +48,8 @@ def log_probs_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return `(log_probs, entropy, logsumexp)`, each `[T]`, and the two tensors of `fused.Kept` (empty: nothing kept).
 
-    `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. Without a weight
+    `numbers` are the fields of `LogitTransform`; `temperatures_T` replaces its temperature. `mask` are the tensors of
+    `SamplingMask`, or nothing. Without a weight
     `hidden_TH` are the logits, which are not transformed. See `linear_log_probs` for the other arguments.
     """
     group = group_of(group_name)
@@ -55,18 +58,24 @@ def log_probs_op(
     hidden, weight, first_entry = _local(hidden_TH, weight_VH, vocab_size, group_name)
     hidden = gather_rows(hidden, group) if sequence_parallel else hidden
     labels, transform = labels_T.long() - first_entry, _transform(numbers, temperatures_T)
+    kept = SamplingMask(*mask).shift(first_entry) if mask else None
     saved = _new_saved(hidden, weight, len(labels_T), keep)
     if weight is None or weight_VH is None:
         statistics = chunked.given_statistics(hidden, labels)
     elif blocks:
-        statistics = invariant_statistics(hidden, weight_VH, labels, transform, vocab_size, blocks, group)
+        statistics = invariant_statistics(hidden, weight_VH, labels, transform, kept, vocab_size, blocks, group)
     elif fused.supports(hidden, weight):
-        statistics = fused.head_statistics(hidden, weight, labels, transform, saved if saved.tiles.numel() else None)
+        statistics = fused.head_statistics(
+            hidden, weight, labels, transform, kept, saved if saved.tiles.numel() else None
+        )
     else:
-        statistics = chunked.head_statistics(hidden, weight, labels, transform)
+        statistics = chunked.head_statistics(hidden, weight, labels, transform, kept)
     if not blocks and async_collectives.is_sharded(group):
         statistics = merge_statistics(gather_rows(statistics[None], group))
     log_probs, entropy, logsumexp = (x.to(wide(hidden.dtype)) for x in finish_statistics(statistics))
+    if kept is not None:
+        is_empty = kept.counts == 0
+        log_probs, entropy, logsumexp = (x.masked_fill(is_empty, 0.0) for x in (log_probs, entropy, logsumexp))
     return log_probs.masked_fill(labels_T == IGNORE_INDEX, 0.0), entropy, logsumexp, *saved
 
 
@@ -117,6 +126,7 @@ def log_probs_backward_op(
     overwritten_TV: Tensor | None,
     weight_sum_VH: Tensor | None,
     weight_grad_dtype: torch.dtype | None,
+    mask: list[Tensor],
     numbers: list[float],
     vocab_size: int,
     sequence_parallel: bool,
@@ -174,6 +184,7 @@ def log_probs_backward_op(
         labels,
         _transform(numbers, temperatures_T),
         upstream,
+        SamplingMask(*mask).shift(first_entry) if mask else None,
         grad_hidden_TH=grad_hidden,
         grad_weight_VH=None if grad_weight is None else grad_weight[: len(weight)],
         add_to_weight=weight_sum_VH is not None,
@@ -200,9 +211,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden_TH, weight_VH, labels_T, temperatures_T, *ctx.options, _, _ = inputs
+    hidden_TH, weight_VH, labels_T, temperatures_T, mask, *ctx.options, _, _ = inputs
     _, entropy_T, *saved = output
-    ctx.save_for_backward(hidden_TH, weight_VH, temperatures_T, labels_T, entropy_T, *saved)
+    ctx.save_for_backward(hidden_TH, weight_VH, temperatures_T, labels_T, entropy_T, *saved, *mask)
     ctx.mark_non_differentiable(*saved)
     ctx.destination = None if weight_VH is None else Destination.of(weight_VH)
     ctx.set_materialize_grads(False)
@@ -218,10 +229,11 @@ def _is_last_backward(saved: Tensor) -> bool:
 
 def _backward(
     ctx: Any, grad_log_probs_T: Tensor | None, grad_entropy_T: Tensor | None, *_unused: None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     hidden_TH, weight_VH, temperatures_T, *saved = ctx.saved_tensors
+    saved, mask = saved[:5], saved[5:]
     logsumexp_T, exponentials_TV = saved[2:4]
-    hidden_needs_grad, weight_needs_grad, *further = ctx.needs_input_grad
+    hidden_needs_grad, weight_needs_grad, *_ = ctx.needs_input_grad
     weight_sum = ctx.destination.sum if weight_needs_grad else None
     grad_hidden, grad_weight = log_probs_backward_op(
         torch.zeros_like(logsumexp_T) if grad_log_probs_T is None else grad_log_probs_T,
@@ -233,13 +245,17 @@ def _backward(
         exponentials_TV if _is_last_backward(logsumexp_T) else None,
         weight_sum,
         ctx.destination.dtype if weight_needs_grad else None,
+        mask,
         *ctx.options,
         hidden_needs_grad,
     )
     return (
         grad_hidden if hidden_needs_grad else None,
         grad_weight if weight_needs_grad and weight_sum is None else None,
-        *(None for _ in further),
+        None,
+        None,
+        [None for _ in mask],
+        *(None for _ in (*ctx.options, "keep", "blocks")),
     )
 
 

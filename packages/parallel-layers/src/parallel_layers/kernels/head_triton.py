@@ -5,7 +5,8 @@ With the logits z of a tile and their maximum m in a row,
 - `product_statistics_kernel` reduces the tile to m, s = sum e^(z - m) and u = sum (z - m) e^(z - m), and can keep
   e^(z - m) in the inputs' dtype;
 - `product_gradient_kernel` writes `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (log p_j + H)` in the inputs' dtype;
-- `kept_gradient_kernel` computes dz from kept exponentials without a GEMM: log p = log e^(z - m) + m - logsumexp.
+- `kept_gradient_kernel` computes dz from kept exponentials without a GEMM: log p = log e^(z - m) + m - logsumexp;
+- `mask_bits_kernel` writes a sampling mask as bits, by which the first two drop entries of a tile.
 
 Arguments named `*_ptr` are tensors, or None if optional. `hidden`, `weight`, `exponentials` and `gradient` are tensor
 descriptors. A tile is `[BT, BV]`, BT tokens by BV vocabulary entries, contracted in steps of BH.
@@ -76,10 +77,40 @@ def _product(hidden, weight, tile_t, tile_v, hidden_size, BT: tl.constexpr, BV: 
 
 
 @triton.jit
+def mask_bits_kernel(
+    ids_ptr, rows_ptr, bits_ptr, num_ids, num_tokens, first_entry, num_entries, BV: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Set the bits `[N, 8, T]` int32 of kept entries: bit j of word i of a tile is its column 8 j + i.
+
+    A thread of the kernels below holds all columns 8 j + i of a row for one or two i, and so reads few words.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entries = tl.load(ids_ptr + at, mask=at < num_ids, other=-1) - first_entry
+    inside = (at < num_ids) & (entries >= 0) & (entries < num_entries)
+    rows = tl.load(rows_ptr + at, mask=inside, other=0)
+    columns = entries % BV
+    words = (entries // BV * 8 + columns % 8).to(tl.int64) * num_tokens + rows
+    tl.atomic_or(bits_ptr + words, 1 << (columns // 8), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _kept(bits_ptr, tile_v, rows, num_tokens, BT: tl.constexpr, BV: tl.constexpr):
+    """Return which entries of a tile `[BT, BV]` the sampling mask keeps."""
+    columns = tl.arange(0, BV)
+    inside = rows < num_tokens
+    words = tl.zeros((BT, BV), tl.int32)
+    for number in tl.static_range(8):
+        of_rows = tl.load(bits_ptr + (tile_v * 8 + number).to(tl.int64) * num_tokens + rows, mask=inside, other=0)
+        words = tl.where((columns % 8 == number)[None, :], of_rows[:, None], words)
+    return ((words >> (columns // 8)[None, :]) & 1) != 0
+
+
+@triton.jit
 def product_statistics_kernel(
     hidden,
     weight,
     exponentials,
+    bits_ptr,
     inverse_temperatures_ptr,
     parts_ptr,
     num_tokens,
@@ -109,7 +140,9 @@ def product_statistics_kernel(
             z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
         else:
             z = z * (scale * factor)[:, None]
-        if (tile_v + 1) * BV > num_entries:
+        if bits_ptr is not None:  # no bit is set beyond the entries
+            z = tl.where(_kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), z, _OUTSIDE)
+        elif (tile_v + 1) * BV > num_entries:
             columns = tile_v * BV + tl.arange(0, BV)
             z = tl.where((columns < num_entries)[None, :], z, _OUTSIDE)
         maximum = tl.max(z, 1)
@@ -207,7 +240,7 @@ def _gradient_of_logits(
     if grad_entropy_ptr is not None:
         grad_entropy = tl.load(grad_entropy_ptr + rows, mask=inside, other=0.0) * row_scale
         constant = -grad_log_prob - grad_entropy * tl.load(entropies_ptr + rows, mask=inside, other=0.0)
-        gradient = probs * (constant[:, None] + (-_LN_2 * grad_entropy)[:, None] * log2_probs)
+        gradient = probs * (constant[:, None] + (grad_entropy * -_LN_2)[:, None] * log2_probs)
     else:
         gradient = probs * -grad_log_prob[:, None]
     label = (tl.load(labels_ptr + rows, mask=inside, other=-1) - first_entry).to(tl.int32)
@@ -219,6 +252,7 @@ def product_gradient_kernel(
     hidden,
     weight,
     gradient,
+    bits_ptr,
     labels_ptr,
     inverse_temperatures_ptr,
     grad_log_prob_ptr,
@@ -251,9 +285,9 @@ def product_gradient_kernel(
         logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * _LOG2_E
         if SOFTCAP:
             tanh = _tanh(z * (scale / softcap))
-            log2_probs = tanh * (softcap * _LOG2_E * factor)[:, None] - logsumexp[:, None]
+            log2_probs = tanh * (factor * (softcap * _LOG2_E))[:, None] - logsumexp[:, None]
         else:
-            log2_probs = z * (scale * _LOG2_E * factor)[:, None] - logsumexp[:, None]
+            log2_probs = z * (factor * (scale * _LOG2_E))[:, None] - logsumexp[:, None]
         dz = _gradient_of_logits(
             log2_probs,
             tl.exp2(log2_probs),
@@ -269,6 +303,8 @@ def product_gradient_kernel(
         )
         if SOFTCAP:
             dz *= 1.0 - tanh * tanh
+        if bits_ptr is not None:
+            dz = tl.where(_kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), dz, 0.0)
         gradient.store([tile_t * BT, tile_v * BV], dz.to(gradient.dtype))
 
 
@@ -326,6 +362,7 @@ def kept_gradient_kernel(
     )
     if SOFTCAP:
         tanh = (log2_exponential * _LN_2 + maximum[:, None]) / (softcap * factor)[:, None]
+        tanh = tl.maximum(tanh, -1.0)  # of a row without kept entries in its tile
         dz *= 1.0 - tanh * tanh
     out = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
     tl.store(out, dz.to(gradient_ptr.dtype.element_ty), mask=mask)
