@@ -34,7 +34,7 @@ class OneByOne(Engine):
 
     routed_layers: Sequence[int] = ()
     num_experts = 0
-    takes_next_mask = False
+    takes_sampling_mask = False
 
     def __init__(self, checkpoint: Checkpoint, grid: Grid, dtype: torch.dtype | None) -> None:
         self.config, self.grid = checkpoint.config, grid

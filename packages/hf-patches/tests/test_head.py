@@ -15,6 +15,7 @@ from hf_patches.testing.tiny_models import (
     tiny_model,
 )
 from parallel_layers import PackedSequence, pack
+from parallel_layers.head import SamplingMask
 
 LENGTHS = (11, 1, 17, 6)
 
@@ -152,20 +153,20 @@ def test_log_probs_within_given_tokens_of_padded_batches():
     sequences = random_sequences((7, 7), 61)
     ids = torch.stack(sequences)
     patched = patch(model, packed=False)
-    everything = torch.arange(61).expand(2, 7, 61)
-    whole, same = model(input_ids=ids), model(input_ids=ids, within=everything)
+    everything = SamplingMask.from_rows([range(61)] * 14)
+    whole, same = model(input_ids=ids), model(input_ids=ids, sampling_mask=everything)
     torch.testing.assert_close(same.log_probs, whole.log_probs, atol=1e-5, rtol=0)
     torch.testing.assert_close(same.entropy, whole.entropy, atol=1e-5, rtol=0)
-    pairs = torch.stack([ids.roll(-1, 1), torch.full_like(ids, 60)], dim=-1)
+    pairs = SamplingMask.from_rows([[token, 60] for token in ids.roll(-1, 1).flatten().tolist()])
     other = model(input_ids=ids, labels=torch.full_like(ids, 60)).log_probs
-    pair = model(input_ids=ids, within=pairs).log_probs[:, :-1]
+    pair = model(input_ids=ids, sampling_mask=pairs).log_probs[:, :-1]
     expected = whole.log_probs - torch.logaddexp(whole.log_probs, other)
-    own = (pairs[..., 0] != 60)[:, :-1]
+    own = (ids.roll(-1, 1) != 60)[:, :-1]
     torch.testing.assert_close(pair[own], expected[:, :-1][own], atol=1e-5, rtol=0)
     patched.remove()
     patch(model, fused_head=False)
     with pytest.raises(ValueError, match="needs the fused head"):
-        model(packed=PackedSequence.from_sequences(sequences), within=pairs.flatten(0, 1))
+        model(packed=PackedSequence.from_sequences(sequences), sampling_mask=pairs)
 
 
 def test_the_head_never_holds_tokens_times_vocabulary():

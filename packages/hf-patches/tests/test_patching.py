@@ -321,8 +321,8 @@ def test_calls_that_packing_cannot_mean_are_refused():
         model(packed=packed, temperature=[1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"temperatures \[1\.0, 0\.0, 1\.0, 1\.0\] must be positive"):
         model(packed=packed, temperature=[1.0, 0.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="within is a list, the packed batch has 35 tokens"):
-        model(packed=packed, within=[[1, 2]] * 35)
+    with pytest.raises(ValueError, match="sampling_mask is a list; give a parallel_layers"):
+        model(packed=packed, sampling_mask=[[1, 2]] * 35)
     with pytest.raises(ValueError, match=r"token id 999 at index \[1\] is outside the vocabulary .* the tokenizer"):
         model(packed=PackedSequence.from_sequences([torch.tensor([1, 999])]))
     with pytest.raises(ValueError, match="labels is a list, the packed batch has 35 tokens"):

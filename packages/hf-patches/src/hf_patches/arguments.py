@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_patches.batch import BatchPlan
 from parallel_layers.data import refuse_unshifted_labels
+from parallel_layers.head import SamplingMask
 
 
 class Rows(Protocol):
@@ -76,12 +77,15 @@ def local_labels(labels: Tensor, rows: Rows, vocab_size: int, input_ids: Tensor,
     return rows.take(labels, fill=-100)
 
 
-def local_within(within: Tensor | None, rows: Rows) -> Tensor | None:
-    """Return this rank's part of the tokens `[count, K]` over which each row is normalised; None: all tokens."""
-    if within is None:
+def local_mask(mask: SamplingMask | None, rows: Rows) -> SamplingMask | None:
+    """Return this rank's rows of a sampling mask; None: the whole vocabulary."""
+    if mask is None:
         return None
-    _require_entries("within", within[..., 0] if isinstance(within, Tensor) else within, rows)
-    return rows.take(within, fill=-1)
+    if not isinstance(mask, SamplingMask):
+        raise ValueError(f"sampling_mask is a {type(mask).__name__}; give a parallel_layers.head.SamplingMask")
+    numbers = torch.arange(len(mask))
+    _require_entries("sampling_mask", numbers, rows)
+    return mask[rows.take(numbers, fill=-1)]
 
 
 def local_temperature(temperature: Any, rows: Rows, lengths: Tensor, num_sequences: int) -> float | Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_patches.batch import BatchPlan, Trace
+from parallel_layers.head import SamplingMask
 
 # Guards the begin of a call.
 _BEGINNING = threading.Lock()
@@ -45,7 +46,7 @@ class Call:
     temperature: float | Tensor
     entropy: bool
     collect: Callable[[Tensor], Tensor]
-    within: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
     rows: Tensor | None = None
     has_images: bool = False
     # Which of the images of the pixels each image of the batch is, and the same for videos, by "image" and "video".

@@ -17,7 +17,7 @@ from parallel_layers.data import SharedPrefixes
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
-SCORING = ("labels", "temperature", "within", "entropy")
+SCORING = ("labels", "temperature", "sampling_mask", "entropy")
 """The arguments of a call that scores, besides the batch."""
 
 

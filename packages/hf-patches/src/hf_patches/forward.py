@@ -18,8 +18,8 @@ from hf_patches.arguments import (
     Rows,
     TokenRows,
     local_labels,
+    local_mask,
     local_temperature,
-    local_within,
     next_tokens,
     padded_temperature,
 )
@@ -34,7 +34,7 @@ from hf_patches.routing import padded_replay
 from hf_patches.vision import VISUAL_INPUTS, VisionHooks, cut_visual_rows, has_images, take_numbers
 from parallel_layers import PackedSequence, next_token_labels
 from parallel_layers.data import SharedPrefixes, refuse_unshifted_labels
-from parallel_layers.head import check_token_ids
+from parallel_layers.head import SamplingMask, check_token_ids
 from parallel_layers.moe import RouterReplay
 
 # The cache of transformers, by its name before 5.24 and since.
@@ -132,7 +132,7 @@ class CallHooks:
             plan=plan,
             labels=local_labels(labels, rows, self.config.vocab_size, packed.input_ids, shifted),
             temperature=local_temperature(kwargs.pop("temperature", 1.0), rows, lengths, count),
-            within=local_within(self._within(kwargs), rows),
+            sampling_mask=local_mask(self._mask(kwargs), rows),
             entropy=kwargs.pop("entropy", True),
             collect=rows.collect,
             rows=rows.local,
@@ -146,11 +146,13 @@ class CallHooks:
     def _positions(self, packed: PackedSequence, text: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         return (text, None) if self.vision is None else self.vision.take(packed, text, kwargs)
 
-    def _within(self, kwargs: dict[str, Any]) -> Tensor | None:
-        within: Tensor | None = kwargs.pop("within", None)
-        if within is not None and not self.state.fused:
-            raise ValueError("within=... needs the fused head; leave it out, or patch the model with fused_head=True")
-        return within
+    def _mask(self, kwargs: dict[str, Any]) -> SamplingMask | None:
+        mask: SamplingMask | None = kwargs.pop("sampling_mask", None)
+        if mask is not None and not self.state.fused:
+            raise ValueError(
+                "sampling_mask=... needs the fused head; leave it out, or patch the model with fused_head=True"
+            )
+        return mask
 
     def _model_inputs(
         self, plan: BatchPlan, packed: PackedSequence, positions: Tensor, kwargs: dict[str, Any]
@@ -244,7 +246,7 @@ class CallHooks:
             plan=None,
             labels=labels.flatten(),
             temperature=padded_temperature(temperature, ids),
-            within=None if (within := self._within(kwargs)) is None else within.flatten(0, 1),
+            sampling_mask=self._mask(kwargs),
             entropy=kwargs.pop("entropy", True),
             collect=lambda columns: columns.view(*ids.shape, -1),
             has_images=has_images(kwargs),

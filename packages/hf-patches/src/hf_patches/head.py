@@ -61,7 +61,7 @@ class FusedHead:
                 entropy=call.entropy,
                 logit_scale=self.scaling.factor,
                 logit_softcap=self.scaling.softcap,
-                within_TK=call.within,
+                sampling_mask=call.sampling_mask,
                 keep_probabilities=self.keep_probabilities,
             )
             columns["log_probs"] = result.log_probs

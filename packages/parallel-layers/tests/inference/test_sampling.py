@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference.sampling import sample, sample_with_mask, truncate
 
 
@@ -64,6 +65,7 @@ def test_mistakes_are_refused() -> None:
     for options, message in (
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 lie in"),
+        ({"min_p": 1.5}, "min_p=1.5 in"),
     ):
         with pytest.raises(ValueError, match=message):
             sample(logits, torch.rand(1), **options)  # type: ignore[arg-type]
@@ -75,27 +77,34 @@ def test_equal_numbers_draw_equal_tokens_at_the_ends_of_the_interval() -> None:
     assert tokens.tolist() == [0, 3]
 
 
-@given(st.integers(0, 1000), st.integers(1, 12), st.floats(0.01, 1.0), st.floats(0.3, 2.0))
-def test_a_sampling_mask_is_what_the_truncation_keeps(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+@given(
+    st.integers(0, 1000), st.none() | st.integers(1, 12), st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.floats(0.3, 2.0)
+)
+def test_a_sampling_mask_is_what_the_truncation_keeps(
+    seed: int, top_k: int | None, top_p: float, min_p: float, temperature: float
+) -> None:
     """The draws are those of `sample`, their log-probs those among the kept tokens."""
     generator = torch.Generator().manual_seed(seed)
-    logits, uniforms = torch.randn(5, 10, generator=generator), torch.rand(5, generator=generator)
-    logits[0, 3:9], logits[1] = -torch.inf, torch.nan
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    tokens, log_probs, mask = sample_with_mask(logits, uniforms, **options)  # type: ignore[arg-type]
+    logits, uniforms = torch.randn(5, 35, generator=generator), torch.rand(5, generator=generator)
+    logits[0, 3:33], logits[1] = -torch.inf, torch.nan
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens, log_probs, bits = sample_with_mask(logits, uniforms, **options)  # type: ignore[arg-type]
     expected, _ = sample(logits, uniforms, **options)  # type: ignore[arg-type]
-    kept = truncate(logits / temperature, top_k=top_k, top_p=top_p)
-    assert (mask.shape, mask.dtype) == ((5, top_k), torch.int32)
+    kept = truncate(logits / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert (bits.shape, bits.dtype) == ((5, 8), torch.uint8)
+    mask = SamplingMask.from_bits(bits).tolist()
     for row in (0, 2, 3, 4):
         ids = torch.nonzero(kept[row] > -torch.inf).flatten().tolist()
-        assert mask[row].tolist() == ids + [-1] * (top_k - len(ids))
+        assert mask[row] == ids
         assert tokens[row] == expected[row]
         torch.testing.assert_close(log_probs[row], kept[row].log_softmax(-1)[tokens[row]])
+        probabilities = (logits[row] / temperature).softmax(-1)
+        assert (probabilities[ids] >= min_p * probabilities.max() * (1 - 1e-5)).all()
     assert log_probs[1].isnan()
 
 
-def test_a_sampling_mask_has_no_more_than_top_k_tokens_of_equal_logits() -> None:
-    tokens, log_probs, mask = sample_with_mask(torch.zeros(50, 9), torch.rand(50), top_k=4)
-    assert (mask >= 0).all()
-    assert (mask == tokens[:, None]).any(1).all()
-    torch.testing.assert_close(log_probs, torch.full((50,), 0.25).log())
+def test_a_sampling_mask_has_all_tokens_of_equal_logits() -> None:
+    tokens, log_probs, bits = sample_with_mask(torch.zeros(50, 9), torch.rand(50), top_k=4)
+    assert SamplingMask.from_bits(bits).tolist() == [list(range(9))] * 50
+    assert len(tokens.unique()) > 4
+    torch.testing.assert_close(log_probs, torch.full((50,), 1 / 9).log())

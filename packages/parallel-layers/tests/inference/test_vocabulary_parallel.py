@@ -19,6 +19,8 @@ DRAWS: dict[str, dict[str, Any]] = {
     "top-k": {"top_k": 7},
     "more than a part": {"top_k": 40, "top_p": 0.9},
     "top-p": {"top_p": 0.6},
+    "min-p": {"min_p": 0.1},
+    "all three": {"top_k": 9, "top_p": 0.8, "min_p": 0.05},
 }
 
 
@@ -41,7 +43,7 @@ def test_equal_to_one_rank(ranks: RankPool, name: str, world: int) -> None:
     torch.manual_seed(0)
     logits, uniforms = 3 * torch.randn(400, 49, dtype=torch.float64), torch.rand(400)
     logits[::7, 40:] = -torch.inf
-    masks = ("top_k" in DRAWS[name]) + 1
+    masks = bool({"top_k", "top_p", "min_p"} & DRAWS[name].keys()) + 1
     for mask in range(masks):
         expected: Any = (sample_with_mask if mask else sample)(logits, uniforms, **DRAWS[name])
         results = ranks.run(draw, logits, uniforms, DRAWS[name], bool(mask), world=world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference.sampling import truncate
 from parallel_layers.kernels.sample import draw_from_share, draw_tokens, row_statistics
 
@@ -16,7 +17,7 @@ def test_draws_follow_the_cumulative_distribution(device: torch.device, vocab_si
     logits[3, 10:], logits[:, -1] = -torch.inf, -torch.inf
     uniforms = torch.rand(40, device=device)
     uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-24])
-    tokens, log_probs = draw_tokens(logits, uniforms, 0.7)
+    tokens, log_probs, _ = draw_tokens(logits, uniforms, 0.7)
     expected = (logits / 0.7).double().log_softmax(-1)
     torch.testing.assert_close(log_probs.double(), expected.gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
     passed = expected.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
@@ -27,14 +28,16 @@ def test_draws_follow_the_cumulative_distribution(device: torch.device, vocab_si
 def test_broken_rows_have_no_log_prob(device: torch.device) -> None:
     logits = torch.randn(4, 300, device=device)
     logits[0, 5], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
-    for options in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        tokens, log_probs = draw_tokens(logits, torch.rand(4, device=device), 1.0, **options)
+    for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+        tokens, log_probs, _ = draw_tokens(logits, torch.rand(4, device=device), 1.0, **options)
     assert log_probs.isnan().tolist() == [True, True, True, False]
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.9}, {"top_k": 9999}], ids=str
+    "options",
+    [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.9}, {"top_k": 9999}, {"min_p": 0.05, "top_p": 0.9}],
+    ids=str,
 )
 def test_truncated_draws(device: torch.device, options: dict[str, float]) -> None:
     """Drawn from the tokens that `truncate` keeps, in proportion; the log-probs are those before the truncation."""
@@ -42,10 +45,15 @@ def test_truncated_draws(device: torch.device, options: dict[str, float]) -> Non
     draws = 200 if device.type == "cuda" else 4  # the interpreter is slow
     logits = (3 * torch.randn(3, 700, device=device)).repeat_interleave(draws, 0)
     uniforms = (torch.arange(draws, device=device) / draws).repeat(3)
-    tokens, log_probs = draw_tokens(logits, uniforms, 0.9, **options)
+    tokens, log_probs, _ = draw_tokens(logits, uniforms, 0.9, **options)
     whole = (logits / 0.9).double().log_softmax(-1)
     torch.testing.assert_close(log_probs.double(), whole.gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
     kept = truncate(whole, **options).softmax(-1)
+    same_tokens, renormalised, bits = draw_tokens(logits, uniforms, 0.9, **options, with_mask=True)
+    assert torch.equal(same_tokens, tokens)
+    torch.testing.assert_close(renormalised.double(), kept.log().gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
+    expected = [row.nonzero()[:, 0].tolist() for row in kept]
+    assert SamplingMask.from_bits(bits).tolist() == expected
     passed = kept.cumsum(-1).gather(1, tokens[:, None])[:, 0]
     own = kept.gather(1, tokens[:, None])[:, 0]
     assert (own > 0).all()

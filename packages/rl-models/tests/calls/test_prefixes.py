@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
+from parallel_layers.head import SamplingMask
 from parallel_layers.module import is_dtensor
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, Critic, RouterLosses
@@ -41,9 +43,9 @@ def make_batch(**fields: bool) -> Batch:
     )
     if fields.get("sampling_mask"):
         others = torch.randint(61, (batch.num_tokens, 3), generator=generator)
-        others[others == batch.tokens[:, None]] = -1
-        kept = torch.cat([batch.tokens[:, None], others], dim=1).int()
-        batch = batch.with_fields(sampling_mask=torch.where(batch.mask[:, None], kept, -1))
+        kept = torch.cat([batch.tokens[:, None], others], dim=1).tolist()
+        drawn = [ids if chosen else [] for ids, chosen in zip(kept, batch.mask.tolist(), strict=True)]
+        batch = replace(batch, sampling_mask=SamplingMask.from_rows(drawn))
     return batch
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
+from parallel_layers.head import SamplingMask
 from parallel_layers.testing import RankPool
 from rl_models import Actor, ActorCritic, Batch, OptimizerOptions
 from rl_models.api.whole_batches import WholeBatches
@@ -93,18 +94,20 @@ def test_masks_are_those_of_transformers(
     # The field follows its sequences.
     order = [5, 0, 3]
     chosen = Batch.concatenate([batch.select(order), batch]).select(range(3))
-    names = ("sampling_mask", "log_probs", "computed", "entropy")
-    for number, tokens, *fields in zip(order, chosen.split(), *map(chosen.split, names), strict=True):
+    names = ("log_probs", "computed", "entropy")
+    assert chosen.sampling_mask is not None
+    rows = (mask.tolist() for mask in chosen.sampling_mask.split(chosen.lengths))
+    for number, tokens, ids, *fields in zip(order, chosen.split(), rows, *map(chosen.split, names), strict=True):
         assert torch.equal(tokens, batch.split()[number])
         prompt = len(PROMPTS[number // 2])
-        assert (fields[0][:prompt] == -1).all()
-        assert not torch.stack([field[:prompt] for field in fields[1:]]).any()
+        assert not any(ids[:prompt])
+        assert not torch.stack([field[:prompt] for field in fields]).any()
         expected = kept_by_transformers(path, tokens)
         for place in range(prompt, len(tokens)):
-            mask, *numbers = (field[place] for field in fields)
+            numbers = [field[place] for field in fields]
             row = expected[place - 1]
             kept = torch.nonzero(row > -torch.inf).flatten()
-            assert mask.tolist() == kept.tolist() + [-1] * (SAMPLING["top_k"] - len(kept))
+            assert ids[place] == kept.tolist()
             smaller += len(kept) < SAMPLING["top_k"]
             truth = [row[tokens[place]]] * 2 + [-(row[kept].exp() * row[kept]).sum()]
             torch.testing.assert_close(torch.stack(numbers), torch.stack(truth), rtol=0, atol=1e-5)
@@ -123,19 +126,57 @@ def test_all_grids_and_backends_learn_alike(ranks: RankPool, tiny: Callable[...,
 
 def test_mistakes_are_refused(tiny: Callable[..., Path]) -> None:
     actor = Actor.from_pretrained(tiny("llama"), device="cpu")
-    for options in ({}, {"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}):
-        with pytest.raises(ValueError, match="keep_sampling_mask needs top_k, which bounds the kept tokens"):
+    for options in ({}, {"top_k": 3, "temperature": 0.0}):
+        with pytest.raises(ValueError, match="keep_sampling_mask needs top_k, top_p or min_p, and a temperature"):
             actor.generate(PROMPTS, max_new_tokens=2, keep_sampling_mask=True, **options)
-    batch = Batch.from_sequences([[1, 5, 7]], sampling_mask=[[[-1, -1], [5, 9], [7, 61]]])
-    with pytest.raises(ValueError, match=r"lacks 0 tokens of the batch's mask, and has 1 ids outside -1\.\.60"):
-        actor.log_probs(batch)
-    with pytest.raises(ValueError, match="lacks 1 tokens of the batch's mask"):
-        actor.log_probs(batch.with_fields(sampling_mask=batch["sampling_mask"].clamp(max=6)))
-    with pytest.raises(ValueError, match=r"sampling_mask must be \[T, K\] integers, got \[3\] torch.int64"):
-        actor.log_probs(batch.with_fields(sampling_mask=batch.tokens))
-    other = Actor.from_pretrained(tiny("llama"), tp_invariant=True, device="cpu")
-    with pytest.raises(ValueError, match="sampling_mask does not go with tp_invariant=True"):
-        other.log_probs(batch)
+    for rows, message in (
+        ([[], [5, 9], [7, 61]], r"lacks the labels of 0 rows, and has 1 ids outside 0\.\.60, such as row 2"),
+        ([[], [5, 9], [8]], "lacks the labels of 1 rows, .* row 2 with label 7"),
+        ([[], [5, 9], []], "lacks 1 tokens of the batch's mask"),
+    ):
+        batch = Batch.from_sequences([[1, 5, 7]], sampling_mask=SamplingMask.from_rows(rows))
+        with pytest.raises(ValueError, match=message):
+            actor.log_probs(batch)
+    with pytest.raises(ValueError, match="sampling_mask must have 3 rows, one for each token, not 2"):
+        Batch.from_sequences([[1, 5, 7]], sampling_mask=SamplingMask.from_rows([[5], [7]]))
+
+
+TRUNCATIONS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"top_k": 9, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_ratios_of_truncated_draws(tiny: Callable[..., Path], truncation: dict[str, Any]) -> None:
+    """In fp32 the log-probs of training are those of the draw, within fp32's bound; the rows differ in length."""
+    actor = Actor.from_pretrained(tiny("llama", initializer_range=0.3), device="cpu")
+    batch = actor.generate(
+        PROMPTS, max_new_tokens=6, keep_sampling_mask=True, exact=True, temperature=0.8, **truncation
+    )
+    assert batch.sampling_mask is not None
+    counts = batch.sampling_mask.counts[batch.mask]
+    assert counts.unique().numel() > 2
+    found = actor.log_probs(batch, temperature=0.8)
+    torch.testing.assert_close(found.log_probs, batch["log_probs"], rtol=0, atol=1e-5)
+    assert (found.entropy[batch.mask] <= counts.log() + 1e-5).all()
+
+
+def invariant_log_probs(group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch) -> Tensor:
+    options: dict[str, Any] = {"tp_invariant": True, "dtype": torch.bfloat16, "max_tokens_per_micro_batch": 24}
+    actor = Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), device="cpu", **options)
+    return WholeBatches(actor).log_probs(batch, temperature=TEMPERATURE).log_probs
+
+
+def test_invariant_ratios_are_one(ranks: RankPool, tiny: Callable[..., Path]) -> None:
+    """In bf16 the log-probs have the same bits at tp 1 and 2, and in other micro-batches: all ratios are exactly 1."""
+    path = tiny("llama", initializer_range=0.3)
+    actor = Actor.from_pretrained(path, device="cpu", tp_invariant=True, dtype=torch.bfloat16)
+    batch = actor.generate(PROMPTS, max_new_tokens=6, keep_sampling_mask=True, **SAMPLING)
+    old = actor.log_probs(batch, temperature=TEMPERATURE).log_probs
+    for new in ranks.run(invariant_log_probs, path, ParallelDims(tp=2), batch, world=2):
+        assert torch.equal(new, old)
 
 
 def test_a_shared_backbone_has_log_probs_within_the_mask(tiny: Callable[..., Path]) -> None:

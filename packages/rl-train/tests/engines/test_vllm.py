@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
 from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference import sample_with_mask
 from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
@@ -143,15 +144,17 @@ def test_sampling_masks_are_the_actor_s(actor: Actor, engine: VllmEngine, trunca
     masked = {"temperature": 0.7, "n": 2, "keep_sampling_mask": True, **truncation}
     assert difference(actor, engine, **masked) < 1e-5
     batch = engine.generate(PROMPTS, SamplingOptions(6, **masked))
-    found, kept = batch.split("sampling_mask"), list[int]()
+    assert batch.sampling_mask is not None
+    found, kept = batch.sampling_mask.split(batch.lengths), list[int]()
     for tokens, mask, response in zip(batch.split(), found, batch.responses(), strict=True):
+        ids = mask.tolist()
         for place in range(len(tokens) - len(response), len(tokens)):
             packed = PackedSequence.from_sequences([tokens[:place]])
             logits = actor.engine.module.next_logits(packed, cache=actor.engine.module.new_cache(1, 64))
             *_, expected = sample_with_mask(logits, torch.zeros(1), temperature=0.7, **truncation)
-            assert mask[place].tolist() == expected[0].tolist()
-            kept.append(int((expected >= 0).sum()))
-        assert (mask[: len(tokens) - len(response)] == -1).all()
+            assert [sorted(ids[place])] == SamplingMask.from_bits(expected).tolist()
+            kept.append(len(ids[place]))
+        assert not any(ids[: len(tokens) - len(response)])
     assert min(kept) < 64, "the truncation has an effect"
     assert difference(actor, engine, **{**masked, "keep_sampling_mask": False}) < 1e-5
 
@@ -165,9 +168,10 @@ def test_a_sampling_mask_leaves_tokens_out_that_are_as_likely_as_the_last(actor:
     batch = engine.generate(PROMPTS, SamplingOptions(6, top_k=4, keep_sampling_mask=True))
     weight.data.copy_(before)
     engine.update_weights(actor, 6)
-    mask = batch["sampling_mask"][batch.mask]
-    assert (mask >= 0).all()
-    assert (mask == batch.tokens[batch.mask][:, None]).any(1).all()
+    assert batch.sampling_mask is not None
+    mask = batch.sampling_mask[batch.mask]
+    assert mask.counts.tolist() == [4] * len(mask)
+    mask.check(batch.tokens[batch.mask], 64)
     torch.testing.assert_close(batch["log_probs"][batch.mask], torch.full((len(mask),), 0.25).log())
 
 

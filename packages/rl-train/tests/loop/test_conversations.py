@@ -16,9 +16,9 @@ from chat_families import CHATML, save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from parallel_layers.head import SamplingMask
 from parallel_models import SamplingOptions
 from rl_models import Batch
-from rl_models.calls import SAMPLING_MASK
 from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt, read_prompts
@@ -59,10 +59,10 @@ class Scripted:
         pairs = [(list(prompt), list(next(self.responses))) for prompt in prompts for _ in range(sampling.n)]
         rows = [prompt + response for prompt, response in pairs]
         fields: dict[str, Any] = {"log_probs": [[-float(place) for place in range(len(row))] for row in rows]}
-        fields[SAMPLING_MASK] = [torch.tensor([[token, 7] for token in row], dtype=torch.int32) for row in rows]
+        mask = SamplingMask.from_rows([[token, 7] for row in rows for token in row])
         future: Future[Batch] = Future()
         lengths = [len(response) for _, response in pairs]
-        future.set_result(Batch.from_sequences(rows, response_lengths=lengths, **fields))
+        future.set_result(Batch.from_sequences(rows, response_lengths=lengths, sampling_mask=mask, **fields))
         return future
 
 
@@ -108,8 +108,9 @@ def test_the_tokens_of_a_model_stay_and_what_the_environment_says_is_outside_the
         assert prompts == [batch.tokens[:length].tolist()]
     places = torch.arange(batch.num_tokens)
     assert batch["log_probs"].tolist() == torch.where(batch.mask, -places, 0).tolist()
-    assert (batch[SAMPLING_MASK][~batch.mask] == -1).all()
-    assert (batch[SAMPLING_MASK][batch.mask][:, 0] == batch.tokens[batch.mask]).all()
+    assert batch.sampling_mask is not None
+    kept = [[token, 7] if drawn else [] for token, drawn in zip(batch.tokens.tolist(), batch.mask, strict=True)]
+    assert batch.sampling_mask.tolist() == kept
     assert {name: found.tolist() for name, found in totals(batch).items()} == {
         **{"turns": [3], "environment_reward": [3], "tool_errors": [0], "truncated": [0], "failed": [0]}
     }

@@ -19,7 +19,6 @@ import torch
 
 from parallel_models import SamplingOptions
 from rl_models import Actor
-from rl_models.calls import SAMPLING_MASK
 from rl_train.data.prompts import read_prompts
 from rl_train.engines import Native, SeparateEngine
 from rl_train.engines.in_flight import InFlightPool
@@ -118,8 +117,8 @@ def test_turns_go_on_while_weights_change(talks: Talks, pool: InFlightPool, acto
         at = versions == version
         torch.testing.assert_close(batch["log_probs"][at], expected[at], rtol=0, atol=1e-5)
     assert (batch["log_probs"][~drawn] == 0).all()
-    assert (batch[SAMPLING_MASK][~drawn] == -1).all()
-    assert (batch[SAMPLING_MASK][drawn] == batch.tokens[drawn, None]).any(1).all()
+    assert batch.sampling_mask is not None
+    assert batch.sampling_mask.check(batch.tokens, 10**6).tolist() == (~drawn).tolist()
 
 
 def test_an_error_of_an_environment_ends_the_draw(talks: Talks, pool: InFlightPool) -> None:

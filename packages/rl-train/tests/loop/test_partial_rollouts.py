@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
-from rl_models.calls import SAMPLING_MASK
 from rl_train.cli.commands import app
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.engines import EngineOnRanks, Native, NativeEngine
@@ -141,9 +140,8 @@ def test_each_token_has_the_log_prob_of_the_weights_that_drew_it(model: Path, pr
             at = versions == version
             torch.testing.assert_close(drawn.batch["log_probs"][at], expected[at], rtol=0, atol=1e-5)
         mixed += sum(len(row[row >= 0].unique()) > 1 for row in drawn.batch.split("version"))
-        ids = drawn.batch[SAMPLING_MASK][drawn.batch.mask]
-        assert (ids == drawn.batch.tokens[drawn.batch.mask, None]).any(1).all()
-        assert (drawn.batch[SAMPLING_MASK][~drawn.batch.mask] == -1).all()
+        assert drawn.batch.sampling_mask is not None
+        assert drawn.batch.sampling_mask.check(drawn.batch.tokens, 10**6).tolist() == (~drawn.batch.mask).tolist()
         if apart:
             engine.update_weights(actors[step % 3], step)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel_layers.head import SamplingMask
 from rl_models import Batch, losses
 from rl_train.planner.memory import MemoryOptions
 
@@ -78,7 +80,7 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
     batch = random_batch(options.received * options.tokens)
     if options.mask_width:
         others = (batch.tokens[:, None] + torch.arange(options.mask_width)) % SIZES["vocab_size"]
-        batch = batch.with_fields(sampling_mask=others.int())
+        batch = replace(batch, sampling_mask=SamplingMask.from_rows(list(others)))
     worker.update(batch, maximise)
     with LiveBytes() as live:
         live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors())

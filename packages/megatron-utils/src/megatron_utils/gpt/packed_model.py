@@ -27,6 +27,7 @@ from parallel_layers import LogProbs, ModelConfig, PackedSequence, RotaryEmbeddi
 from parallel_layers.attention import gather_sequence, split_sequence
 from parallel_layers.data import refuse_unshifted_labels
 from parallel_layers.distributed import gather_from_sequence_parallel, gather_from_tensor_parallel
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference import SequenceCache
 from parallel_layers.linear import RECIPES
 from parallel_layers.rotary import require_length
@@ -105,7 +106,7 @@ class PackedModel(MegatronModule):
         labels: Tensor | None = None,
         *,
         temperature: float | Tensor = 1.0,
-        within: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         entropy: bool = True,
         next_token: bool = False,
         cache: SequenceCache | None = None,
@@ -116,7 +117,7 @@ class PackedModel(MegatronModule):
             packed: The batch; `tokens_multiple_of` must divide its number of tokens.
             labels: `[T]`, already shifted, -100 for none; the last stage then returns log-probs.
             temperature: Divides the logits; a number or `[T]`.
-            within: `[T, K]`, the tokens over which each log-prob is normalised; see `parallel_layers.linear_log_probs`.
+            sampling_mask: The tokens that each label was drawn from; see `parallel_layers.linear_log_probs`.
             entropy: Whether to return the entropy with the log-probs.
             next_token: Return logits `[N, V]` fp32 of the whole vocabulary after the last token of each of the N
                 sequences, the same on every tensor-parallel rank. The row of an empty sequence is arbitrary.
@@ -164,6 +165,8 @@ class PackedModel(MegatronModule):
             return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)
         if labels is None:
             return self._gather(self._capped(self.output_layer(hidden, weight=tied)[0][:, 0]))
+        if sampling_mask is not None:
+            sampling_mask = sampling_mask[self._split(torch.arange(len(labels)))]
         group = self.pg_collection.tp
         output = linear_log_probs(
             hidden[:, 0],
@@ -174,7 +177,7 @@ class PackedModel(MegatronModule):
             entropy=entropy,
             sequence_parallel=self.config.sequence_parallel,
             vocab_size=self.true_vocab_size,
-            within_TK=None if within is None else self._split(within),
+            sampling_mask=sampling_mask,
             **self.logits,
         )
         return LogProbs(

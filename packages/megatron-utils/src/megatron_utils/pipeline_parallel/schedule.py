@@ -28,6 +28,7 @@ from megatron_utils.optimizer.build import gradient_buffers
 from megatron_utils.router_replay import router_replay, spread_experts
 from parallel_layers import LogProbs, PackedSequence
 from parallel_layers.data import pad_to
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference import SequenceCache
 from parallel_layers.moe import RouterReplay
 
@@ -43,7 +44,7 @@ def run_schedule(
     *,
     labels: Sequence[Tensor] | None = None,
     temperature: float = 1.0,
-    within: Sequence[Tensor] | None = None,
+    sampling_masks: Sequence[SamplingMask] | None = None,
     entropy: bool = True,
     next_token: bool = False,
     loss: Loss | None = None,
@@ -68,7 +69,7 @@ def run_schedule(
         grid: The active grid.
         labels: `[T]` for each micro-batch, already shifted; the model then returns log-probs.
         temperature: Divides the logits.
-        within: `[T, K]` for each micro-batch, the tokens over which log-probs are normalised (default: all).
+        sampling_masks: The mask of T rows of each micro-batch; see `parallel_layers.linear_log_probs` (default: none).
         entropy: Whether to return entropies with the log-probs.
         next_token: Without labels, return logits after the last token of each sequence only.
         loss: A function of the last stage's output and the number of the micro-batch that returns a scalar; None runs
@@ -99,7 +100,7 @@ def run_schedule(
     if grid.virtual_stages:
         run = [pad_to(packed, max(sizes)) for packed in micro_batches]
         labels = labels and [F.pad(values, (0, max(sizes) - len(values)), value=-100) for values in labels]
-        within = within and [F.pad(values, (0, 0, 0, max(sizes) - len(values)), value=-1) for values in within]
+        sampling_masks = sampling_masks and [mask.pad(max(sizes)) for mask in sampling_masks]
         routing = routing and [_extended(replay, max(sizes), chunks[0]) for replay in routing]
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -107,7 +108,7 @@ def run_schedule(
         options: dict[str, Any] = {"next_token": True} if next_token else {}
         if labels is not None:
             options = {"labels": labels[number], "temperature": temperature, "entropy": entropy}
-            options |= {"within": within[number]} if within else {}
+            options |= {"sampling_mask": sampling_masks[number]} if sampling_masks else {}
         if caches is not None:
             chunk_cache = caches[next(i for i, candidate in enumerate(chunks) if candidate is chunk)]
             dummy = micro_batches[number].num_sequences == 0

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.invariant import check_invariant
-from parallel_layers.head.masked_vocabulary import mask_columns, masked_logits
 from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.sampling_mask import SamplingMask
-from parallel_layers.head.vocabulary import IGNORE_INDEX, check_rows, group_name, true_vocab_size
+from parallel_layers.head.vocabulary import IGNORE_INDEX, group_name, true_vocab_size
 from parallel_layers.module.autocast import as_operand
 
 
@@ -41,7 +39,6 @@ def linear_log_probs(
     logit_softcap: float | None = None,
     keep_probabilities: bool | Literal["auto"] = False,
     sampling_mask: SamplingMask | None = None,
-    within_TK: Tensor | None = None,
     blocks: int = 0,
 ) -> LogProbs:
     """Return the log-probability of each label, and the entropy, under a language-model head.
@@ -84,8 +81,6 @@ def linear_log_probs(
         sampling_mask: The tokens that each label was drawn from, T rows on the device of the labels, the same on all
             ranks: log-probs and entropies are those of the distribution over these tokens alone. Rows without ids give
             0. The logits' GEMMs are those of the whole vocabulary; the mask adds at most 32 MiB at a time.
-        within_TK: `[T, K]` integers, the same on all ranks: the tokens over which each row is normalised, then -1.
-            Only their logits are computed. Labels outside their row, and rows of -1 alone, give 0.
         blocks: Compute results whose bits depend only on a token's hidden state and the head, at tp 1, 2, 4, ...
             `blocks` (see `head.invariant`); gradients are the ordinary gradients, and nothing is kept. 0: the ordinary
             results.
@@ -98,7 +93,7 @@ def linear_log_probs(
             positive; ranks have different rows or vocabularies (compared once for each group and size); a label is
             outside the vocabulary, or not in its row of the sampling mask. The last three are raised on every rank.
             With `blocks`: it is not a power of two, the group's size does not divide it, ranks do not hold
-            `ceil(vocab_size / tp)` rows each, the dtype is fp64, or `within_TK` is given.
+            `ceil(vocab_size / tp)` rows each, or the dtype is fp64.
     """
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
     size = 1 if group is None else group.size()
@@ -130,28 +125,6 @@ def linear_log_probs(
     for name, number in numbers.items():
         if number is not None and not number > 0:
             raise ValueError(f"{name}={number} must be positive")
-    if within_TK is not None:
-        if within_TK.shape[:1] != labels_T.shape or within_TK.ndim != 2 or within_TK.is_floating_point() or blocks:
-            raise ValueError(
-                f"within_TK must be integers [{num_tokens}, K], and blocks=0; got {within_TK.dtype} "
-                f"{list(within_TK.shape)} and blocks={blocks}"
-            )
-        check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
-        logits_TK = masked_logits(
-            hidden_TH,
-            weight_VH,
-            within_TK,
-            group=group,
-            vocab_size=vocab_size,
-            sequence_parallel=sequence_parallel,
-            transform=LogitTransform(
-                logit_scale, logit_softcap or 0.0, temperature if temperatures_T is None else temperatures_T
-            ),
-        )
-        masked = vocab_parallel_log_probs(logits_TK, mask_columns(labels_T, within_TK))
-        assert masked.entropy is not None
-        no_mask = (within_TK < 0).all(dim=1)
-        return LogProbs(masked.log_probs, masked.entropy.masked_fill(no_mask, 0.0) if entropy else None)
     mask: list[Tensor] = []
     if sampling_mask is not None:
         is_empty = sampling_mask.check(labels_T, vocab_size)

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from parallel_layers.head.vocabulary import IGNORE_INDEX
 
+# Bytes of bits that are expanded at a time, into up to 24 times as many.
+_BYTES = 1 << 24
+
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
@@ -61,11 +64,8 @@ class SamplingMask:
     @classmethod
     def from_bits(cls, bits_TB: Tensor) -> SamplingMask:
         """Return the mask whose row t has the ids of the set bits of `bits_TB[t]` uint8: bit j of byte b is 8 b + j."""
-        rows, columns = bits_TB.nonzero(as_tuple=True)
-        kept = (bits_TB[rows, columns, None] >> torch.arange(8, device=bits_TB.device)) & 1
-        entry, bit = kept.nonzero(as_tuple=True)
-        counts = torch.bincount(rows[entry], minlength=len(bits_TB))
-        return cls((8 * columns[entry] + bit).int(), _offsets(counts))
+        parts = bits_TB.split(max(1, _BYTES // max(1, bits_TB.shape[1])))
+        return cls.concatenate([_from_bits(part) for part in parts])
 
     @classmethod
     def concatenate(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
@@ -93,12 +93,16 @@ class SamplingMask:
         numbers = numbers.to(self.ids.device)
         counts = self.counts[numbers].masked_fill(numbers < 0, 0) if len(self) else numbers.new_zeros(len(numbers))
         offsets = _offsets(counts)
-        total = int(offsets[-1])
+        total = self._total(offsets[-1], len(numbers))
         shifts = self.offsets[numbers] - offsets[:-1]
         columns = torch.arange(total, device=numbers.device) + torch.repeat_interleave(
             shifts, counts, output_size=total
         )
         return SamplingMask(self.ids[columns], offsets)
+
+    def _total(self, offset: Tensor, num_rows: int) -> int:
+        """Return the number of ids before an offset; on the meta device the average over rows."""
+        return len(self.ids) * num_rows // max(1, len(self)) if offset.is_meta else int(offset)
 
     def split(self, lengths: Sequence[int]) -> list[SamplingMask]:
         """Return the mask in parts of these numbers of rows."""
@@ -161,12 +165,21 @@ class SamplingMask:
         """Return `[t, v]` bool: the entries that the rows of some tokens keep."""
         begin, end, _ = tokens.indices(len(self))
         size = entries.stop - entries.start
-        first, last = self.offsets[[begin, end]].tolist()
+        first = 0 if not begin else self._total(self.offsets[begin], begin)
+        last = self._total(self.offsets[end], end)
         ids, rows = self.ids[first:last].long() - entries.start, self.rows[first:last] - begin
         kept = torch.zeros(end - begin, size + 1, dtype=torch.bool, device=ids.device)
         # Ids of other tiles go to the last column.
         kept[rows, torch.where((ids >= 0) & (ids < size), ids, size)] = True
         return kept[:, :size]
+
+
+def _from_bits(bits_TB: Tensor) -> SamplingMask:
+    rows, columns = bits_TB.nonzero(as_tuple=True)
+    kept = (bits_TB[rows, columns, None] >> torch.arange(8, dtype=torch.uint8, device=bits_TB.device)) & 1
+    entry, bit = kept.nonzero(as_tuple=True)
+    counts = torch.bincount(rows[entry], minlength=len(bits_TB))
+    return SamplingMask((8 * columns[entry] + bit).int(), _offsets(counts))
 
 
 def _is_numbers(index: slice | Tensor) -> bool:

@@ -1,9 +1,11 @@
-"""Draws of tokens from logits: temperature, top-k, top-p.
+"""Draws of tokens from logits: temperature, min-p, top-k, top-p.
 
-Shape legend: N sequences, V vocabulary, or this rank's part of a vocabulary that a group divides, K tokens of a mask.
+Shape legend: N sequences, V vocabulary, or this rank's part of a vocabulary that a group divides.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -16,42 +18,37 @@ from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.sample import draw_from_share, draw_tokens, row_statistics
 
 
-def check_truncation(top_k: int | None, top_p: float) -> None:
-    """Raise ValueError when top_k is below 1, or top_p outside (0, 1]."""
-    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1:
-        raise ValueError(f"top_k={top_k} must be at least 1 (None keeps all tokens), and top_p={top_p} lie in (0, 1]")
+def check_truncation(top_k: int | None, top_p: float, min_p: float) -> None:
+    """Raise ValueError when top_k is below 1, top_p outside (0, 1], or min_p outside [0, 1]."""
+    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(
+            f"top_k={top_k} must be at least 1 (None keeps all tokens), top_p={top_p} lie in (0, 1], and min_p={min_p} "
+            "in [0, 1]"
+        )
 
 
-def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Return the logits with -inf for tokens that may not be drawn.
 
-    top-k keeps the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); top-p the smallest set of most likely
-    tokens whose probability reaches p (Holtzman et al. 2020, arXiv:1904.09751), always at least one. Top-k comes first.
+    min-p keeps the tokens whose probability is at least `min_p` times the largest (Nguyen et al. 2024,
+    arXiv:2407.01082); then top-k the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); then top-p the smallest
+    set of most likely tokens whose probability among these reaches p (Holtzman et al. 2020, arXiv:1904.09751), always
+    at least one. This is the order of vLLM. Tokens as likely as the last kept token are kept, too.
 
     Raises:
-        ValueError: top_k is below 1, or top_p outside (0, 1].
+        ValueError: top_k is below 1, top_p outside (0, 1], or min_p outside [0, 1].
     """
-    check_truncation(top_k, top_p)
-    ordered, order = _most_likely(logits_NV, top_k, top_p)
-    return torch.full_like(logits_NV, -torch.inf).scatter(-1, order, ordered)
-
-
-def _most_likely(
-    logits_NV: Tensor, top_k: int | None, top_p: float, group: ProcessGroup | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the largest logits in descending order, -inf for logits that `truncate` drops, and their tokens."""
-    if group is not None:
-        assert top_k is not None  # the logits have been gathered
-        ordered, order = most_likely(logits_NV, top_k, group)
-    elif top_k is not None and top_k < logits_NV.shape[-1]:
-        ordered, order = logits_NV.topk(top_k, dim=-1)
-    else:
-        ordered, order = logits_NV.sort(dim=-1, descending=True, stable=True)
+    check_truncation(top_k, top_p, min_p)
+    least = logits_NV.amax(dim=-1, keepdim=True) + (math.log(min_p) if min_p else -math.inf)
+    if top_k is not None and top_k < logits_NV.shape[-1]:
+        least = torch.maximum(least, logits_NV.topk(top_k, dim=-1).values[..., -1:])
     if top_p < 1:
+        ordered = logits_NV.masked_fill(logits_NV < least, -torch.inf).sort(dim=-1, descending=True).values
         probability = ordered.softmax(dim=-1)
         # A token stays if the tokens before it have not reached p.
-        ordered = ordered.masked_fill(probability.cumsum(dim=-1) - probability >= top_p, -torch.inf)
-    return ordered, order
+        last = (probability.cumsum(dim=-1) - probability < top_p).sum(dim=-1, keepdim=True) - 1
+        least = ordered.gather(-1, last.clamp(min=0))
+    return logits_NV.masked_fill(logits_NV < least, -torch.inf)
 
 
 def sample(
@@ -61,6 +58,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row, by the inverse of the cumulative distribution.
@@ -69,9 +67,10 @@ def sample(
         logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least 1e-30 in fp32; 0 takes the most likely token.
-        top_k, top_p: See `truncate`. On a GPU, tokens that tie with the last kept token are kept, too, on one rank.
+        top_k, top_p, min_p: See `truncate`. Ranks of a group with top-k drop tokens that tie with the k-th.
         group: The ranks that hold equal parts of the vocabulary, in its order, with -inf for padding. All ranks get the
-            same bits. Communication: exchanges `[N, 2]` and with top-k `[N, top_k]`; top-p alone gathers the logits.
+            same bits. Communication: exchanges `[N, 2]` and with top-k `[N, top_k]`; top-p and min-p without top-k
+            gather the logits.
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
@@ -80,20 +79,22 @@ def sample(
     Raises:
         ValueError: `truncate` refuses an option.
     """
-    check_truncation(top_k, top_p)
-    truncated = top_k is not None or top_p < 1
+    check_truncation(top_k, top_p, min_p)
+    truncated = top_k is not None or top_p < 1 or min_p > 0
     if async_collectives.is_sharded(group):
-        if temperature and top_p < 1 and top_k is None:  # a search for the threshold would take more exchanges
+        if temperature and truncated and top_k is None:  # a search for the threshold would take more exchanges
             logits_NV, group = async_collectives.all_gather(logits_NV, group, -1), None
         else:
-            return _sample_parts(logits_NV, uniforms_N, group, temperature, top_k, top_p)
+            return _sample_parts(logits_NV, uniforms_N, group, temperature, top_k, top_p, min_p)
     if temperature and use_triton(logits_NV):
-        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p)
+        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p, min_p)[:2]
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
-        weights = truncate(log_probs_NV, top_k=top_k, top_p=top_p).exp() if truncated else log_probs_NV.exp()
+        weights = (
+            truncate(log_probs_NV, top_k=top_k, top_p=top_p, min_p=min_p).exp() if truncated else log_probs_NV.exp()
+        )
         tokens = _drawn(weights, uniforms_N)[:, 0]
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0].float()
 
@@ -105,6 +106,7 @@ def _sample_parts(
     temperature: float,
     top_k: int | None,
     top_p: float,
+    min_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Draw from this rank's part of the vocabulary and the other ranks' parts; see `sample`."""
     part = logits_NV.shape[1]
@@ -121,7 +123,8 @@ def _sample_parts(
         column = _passed(weights.double().cumsum(-1), share.target.double()[:, None])
         log_prob = scaled_NV.gather(-1, column)[:, 0] - share.normalizer
         return from_owner(share, column[:, 0], log_prob, group, part)
-    ordered, order = _most_likely(scaled_NV, top_k if temperature else 1, top_p if temperature else 1.0, group)
+    ordered, order = most_likely(scaled_NV, top_k if temperature and top_k else 1, group)
+    ordered = truncate(ordered, top_p=top_p, min_p=min_p)
     # In the order of the vocabulary, as on one rank.
     ids, places = order.sort(dim=-1)
     kept = ordered.gather(-1, places)
@@ -135,29 +138,31 @@ def sample_with_mask(
     uniforms_N: Tensor,
     *,
     temperature: float = 1.0,
-    top_k: int,
+    top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw as `sample` does, and return the sampling mask: the tokens that top-k and top-p have kept.
+    """Draw as `sample` does, and return the tokens that the truncation has kept, as bits.
 
-    Training renormalises its probabilities over the mask (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). K is `top_k`,
-    which bounds the mask. On a GPU torch's top-k finds the kept tokens, which is slower than the kernels of `sample`.
+    Training renormalises its probabilities over these tokens (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). A group
+    gathers the logits.
 
     Returns:
-        Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and the kept tokens
-        `[N, K]` int32 in ascending order, then -1. Tokens as likely as the last kept token may be dropped.
+        Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and bits `[N, B]`
+        uint8, B = 4 ceil(V / 32), of which `head.SamplingMask.from_bits` makes a mask.
     """
-    check_truncation(top_k, top_p)
-    group = group if async_collectives.is_sharded(group) else None
-    vocab_size = logits_NV.shape[-1] * (1 if group is None else group.size())
-    ordered, order = _most_likely(logits_NV / temperature, top_k, top_p, group)
-    ids, column_order = order.masked_fill(ordered == -torch.inf, vocab_size).sort(dim=-1)
-    log_probs = ordered.gather(-1, column_order).log_softmax(dim=-1)
-    column = _drawn(log_probs.exp(), uniforms_N)
-    tokens = ids.gather(-1, column).clamp(max=vocab_size - 1)
-    mask = F.pad(ids.masked_fill(ids == vocab_size, -1).int(), (0, top_k - ids.shape[-1]), value=-1)
-    return tokens[:, 0], log_probs.gather(-1, column)[:, 0].float(), mask
+    check_truncation(top_k, top_p, min_p)
+    if async_collectives.is_sharded(group):
+        logits_NV = async_collectives.all_gather(logits_NV, group, -1)
+    if use_triton(logits_NV):
+        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p, min_p, with_mask=True)
+    kept = truncate(logits_NV / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    log_probs = kept.log_softmax(dim=-1)
+    tokens = _drawn(log_probs.exp(), uniforms_N)
+    bits = F.pad(kept > -torch.inf, (0, -kept.shape[-1] % 32)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    bits = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=-1, dtype=torch.uint8)
+    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float(), bits
 
 
 def _drawn(weights: Tensor, uniforms_N: Tensor) -> Tensor:

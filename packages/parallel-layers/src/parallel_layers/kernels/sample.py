@@ -3,9 +3,9 @@
 The first kernel keeps the maximum and the sum of exponentials of each block of the vocabulary. The second finds the
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
-For top-k and top-p a third kernel finds the smallest logit that may be drawn, by a search over the bits of a float: the
-number of tokens from a threshold on (their probability) falls with the threshold. Tokens as likely as the last kept
-token are kept, too.
+For min-p, top-k and top-p a third kernel finds the smallest logit that may be drawn, by a search over the bits of a
+float: the number of tokens from a threshold on (their probability) falls with the threshold. Tokens as likely as the
+last kept token are kept, too.
 
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """
@@ -14,6 +14,8 @@ Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -96,13 +98,13 @@ def _largest_threshold(
 
 @triton.jit
 def _truncation_kernel(
-    logits_ptr, stats_ptr, smallest_ptr, stride, vocab_size, blocks, temperature, top_k, top_p,
+    logits_ptr, stats_ptr, smallest_ptr, stride, vocab_size, blocks, temperature, top_k, top_p, log_min_p,
     WAYS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     highest, _ = _row_statistics(stats_ptr, row, blocks, BLOCKS)
-    least = _ordered(highest * 0.0 + float("-inf"))
+    least = _ordered(highest + log_min_p)
     if TOP_K:
         least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, WAYS, BLOCK, True)
     if TOP_P:
@@ -144,17 +146,39 @@ def _choice_kernel(
     tl.store(log_probs_ptr + row, chosen - normalizer)
 
 
+@triton.jit
+def _bits_kernel(logits_ptr, smallest_ptr, bits_ptr, stride, vocab_size, words, temperature, BLOCK: tl.constexpr):
+    """Write the bits of the kept tokens: bit j of word w is token 32 w + j."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    smallest = tl.load(smallest_ptr + row)
+    x = _load(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, temperature, smallest)
+    kept = (x > float("-inf")).to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
+    at = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    tl.store(bits_ptr + row * words + at, tl.sum(kept, 1), mask=at < words)
+
+
 @on_its_device
 def draw_tokens(
-    logits_NV: Tensor, uniforms_N: Tensor, temperature: float, top_k: int | None = None, top_p: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return tokens `[N]` int64 and their log-probs `[N]` before the truncation, for contiguous fp32 logits."""
+    logits_NV: Tensor,
+    uniforms_N: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    with_mask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens `[N]` int64, their log-probs `[N]`, and bits of the kept tokens, for contiguous fp32 logits.
+
+    The log-probs are those before the truncation, and the bits are empty; with `with_mask` the log-probs are those
+    among the kept tokens. See `inference.sampling.sample_with_mask`.
+    """
     num, vocab_size = logits_NV.shape
     blocks, stride = cdiv(vocab_size, _BLOCK), logits_NV.stride(0)
     width = next_power_of_2(blocks)
     tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
     stats, smallest = logits_NV.new_empty(num, blocks, 2), torch.empty_like(log_probs)
-    kept_stats, truncated = stats, top_k is not None or top_p < 1
+    kept_stats, truncated = stats, with_mask or top_k is not None or top_p < 1 or min_p > 0
+    bits = tokens.new_empty(num, cdiv(vocab_size, 32) * with_mask, dtype=torch.int32)
     if num:
         numbers = (stride, vocab_size, temperature)
         _statistics_kernel[(num, blocks)](
@@ -164,16 +188,22 @@ def draw_tokens(
             kept_stats = torch.empty_like(stats)
             _truncation_kernel[(num,)](
                 logits_NV, stats, smallest, stride, vocab_size, blocks, temperature, float(top_k or 0), top_p,
+                math.log(min_p) if min_p else -math.inf,
                 WAYS=_WAYS, BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
             )  # fmt: skip
             _statistics_kernel[(num, blocks)](
                 logits_NV, smallest, kept_stats, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
             )
         _choice_kernel[(num,)](
-            logits_NV, smallest, stats, kept_stats, uniforms_N, smallest, tokens, log_probs, stride, vocab_size, blocks,
-            temperature, BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, SHARED=False, num_warps=8,
+            logits_NV, smallest, kept_stats if with_mask else stats, kept_stats, uniforms_N, smallest, tokens,
+            log_probs, stride, vocab_size, blocks, temperature,
+            BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, SHARED=False, num_warps=8,
         )  # fmt: skip
-    return tokens, log_probs
+        if with_mask:
+            _bits_kernel[(num, blocks)](
+                logits_NV, smallest, bits, stride, vocab_size, bits.shape[1], temperature, BLOCK=_BLOCK, num_warps=8
+            )
+    return tokens, log_probs, bits.view(torch.uint8)
 
 
 @on_its_device

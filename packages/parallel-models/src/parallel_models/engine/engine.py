@@ -17,7 +17,7 @@ from ckpt.layout import Change
 from ckpt.transfer import read_companions, whole_adapters
 from parallel_layers import PackedSequence
 from parallel_layers.data import SharedPrefixes
-from parallel_layers.head import Distillation
+from parallel_layers.head import Distillation, SamplingMask
 from parallel_layers.linear import LowRank
 from parallel_layers.model import without_adapters
 from parallel_layers.module import crc_seed
@@ -59,8 +59,8 @@ class MicroBatch:
         packed: The tokens, padding included.
         temperature: The logits are divided by this number.
         replay: Records where routers send the tokens of `packed`, or says where they go. None: the routers choose.
-        next_mask: `[T, K]` integers, the tokens over which the log-prob of the token after each of `packed` is
-            normalised, then -1. None: the whole vocabulary.
+        sampling_mask: Row t has the tokens that the token after token t of `packed` was drawn from; log-probs and
+            entropies are those of the distribution over them. None: the whole vocabulary.
         visual: The images of each sequence of `packed`; empty without any.
         prompts: The prompts that the sequences share, each sequence under one; empty: nothing is shared.
         shared: Engines put these sequences here with each prompt once; `packed` is then this pack, padded.
@@ -72,7 +72,7 @@ class MicroBatch:
     packed: PackedSequence
     temperature: float = 1.0
     replay: RouterReplay | None = None
-    next_mask: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
     visual: Visual = ()
     prompts: tuple[SharedPrompt, ...] = ()
     shared: SharedPrefixes | None = None
@@ -133,7 +133,7 @@ class Engine(ABC):
         num_experts: The experts of each of these layers; 0 in a dense model.
         longest_sequence: Maximum number of tokens in a sequence, see `parallel_models.engine.longest_sequence`.
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
-        takes_next_mask: Whether the engine accepts `MicroBatch.next_mask`.
+        takes_sampling_mask: Whether the engine accepts `MicroBatch.sampling_mask`.
         distils: Whether the engine accepts `MicroBatch.distillation` and `returns_states`.
         further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
             of the tokens 2, 3, ... places after each token.
@@ -158,7 +158,7 @@ class Engine(ABC):
     num_experts: int
     longest_sequence: int | None = None
     shares_prefixes: bool = False
-    takes_next_mask: bool = True
+    takes_sampling_mask: bool = True
     distils: bool = False
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0

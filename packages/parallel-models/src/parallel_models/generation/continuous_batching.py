@@ -1,7 +1,6 @@
 """Continuous batching: sequences take free slots of a batch as soon as others stop (Orca, OSDI 2022).
 
-Shape legend: R responses, L most tokens of a response, N slots, K tokens of a sampling mask; D: see
-`generation.session`.
+Shape legend: R responses, L most tokens of a response, N slots; D: see `generation.session`.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from parallel_layers import PackedSequence
 from parallel_layers.data import pad_to
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference import OutOfBlocks
 from parallel_models.engine.vision import Visual
 from parallel_models.generation.decoding import Progress, unwatched
@@ -30,7 +30,9 @@ _FEWEST_TOKENS = 512
 
 
 class Responses(NamedTuple):
-    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and sampling masks `[R, L, K]`.
+    """Drawn tokens `[R, L]`, their log-probs `[R, L]`, the numbers of tokens, and their sampling mask on request.
+
+    The mask has a row for each drawn token, one response after another.
 
     `computed` are the numbers of tokens that went through the model before the first step of each response, `steps` the
     numbers of steps that drew its tokens: fewer than tokens where drafts stayed.
@@ -39,7 +41,7 @@ class Responses(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
     lengths: list[int]
-    masks: Tensor | None
+    mask: SamplingMask | None
     computed: list[int]
     steps: list[int]
 
@@ -98,10 +100,12 @@ class ContinuousBatching:
         # Responses to equal prompts have one tensor, too.
         equal = {tuple(row): prompt for row, prompt in zip(self._ids, prompts, strict=True) if row}
         self.prompts = [equal.get(tuple(row), prompt) for row, prompt in zip(self._ids, prompts, strict=True)]
-        # On the device: tokens, log-probs and masks, whose last row takes the draws of slots that have stopped.
+        # On the device: the sampling masks of each response's tokens, and tokens and log-probs, whose last row takes
+        # the draws of slots that have stopped.
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, self.longest)))
         shape = self._uniforms.shape
-        self._results = [rows.new_full((*shape, *rows.shape[2:]), -(n == 2)) for n, rows in enumerate(session.draws)]
+        self._masks: list[list[SamplingMask]] = [[] for _ in range(responses)]
+        self._results = [rows.new_zeros(shape) for rows in session.draws[:2]]
         self._offsets = session.token.new_tensor([*(offsets or [0] * responses), 0])
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), session.token.new_zeros(1)])
 
@@ -109,8 +113,12 @@ class ContinuousBatching:
         """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN."""
         while self.advance():
             pass
-        tokens, log_probs, *masks = (rows[:-1] for rows in self._results)
-        return Responses(tokens, log_probs, self.drawn, masks[0] if masks else None, self.computed, self.steps)
+        tokens, log_probs = (rows[:-1] for rows in self._results)
+        mask = None
+        if len(self.session.draws) > 2:
+            empty = SamplingMask.from_rows([], tokens.device)
+            mask = SamplingMask.concatenate([empty, *(part for parts in self._masks for part in parts)])
+        return Responses(tokens, log_probs, self.drawn, mask, self.computed, self.steps)
 
     def advance(self) -> bool:
         """Draw at most `STEPS` tokens of each response at work; return whether there was a response, on any rank."""
@@ -304,9 +312,13 @@ class ContinuousBatching:
         """Count the tokens of each response, and free the slots of stopped responses."""
         session = self.session
         is_drawn = torch.arange(columns.shape[1], device=rows.device) < session.drawn[:, None]
-        for results, draws in zip(self._results, session.draws, strict=True):
+        for results, draws in zip(self._results, session.draws[:2], strict=True):
             results[torch.where(is_drawn, rows, len(self.drawn)), columns] = draws
         active, counts, steps = torch.stack((session.active.long(), session.drawn, session.steps)).tolist()
+        for bits in session.draws[2:]:
+            parts = SamplingMask.from_bits(bits[is_drawn]).split(counts)
+            for slot, response in self._busy():
+                self._masks[response].append(parts[slot])
         for slot, response in self._busy():
             self.drawn[response] += counts[slot]
             self.steps[response] += steps[slot]

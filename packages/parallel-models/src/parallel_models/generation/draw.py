@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from ckpt import agree
 from parallel_layers.distributed import all_gather
-from parallel_layers.head import check_token_ids
+from parallel_layers.head import SamplingMask, check_token_ids
 from parallel_layers.module import rank_seed
 from parallel_models.engine.engine import Engine
 from parallel_models.engine.grid import Grid
@@ -172,7 +173,7 @@ def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) ->
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, grid.device)
         if options.keep_cache and session.decoding.lasting:
             keep(engine, session)
-    session.sample_by(options)
+    session.sample_by(options, engine.vocab_size)
     session.running = True
     try:
         yield session
@@ -209,6 +210,24 @@ def _gathered(responses: Responses, parts: Sequence[Sequence[int]], n: int, grou
         missing = most - len(rows)
         return all_gather(torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))), group)[places]
 
-    masks = None if responses.masks is None else gather(responses.masks)
     lengths, computed, steps = gather(numbers).t().tolist()
-    return Responses(gather(responses.tokens), gather(responses.log_probs), lengths, masks, computed, steps)
+    mask, longest = responses.mask, responses.tokens.shape[1]
+    if mask is not None:
+        counts = numbers.new_zeros(most, longest)
+        counts[: len(numbers)][torch.arange(longest, device=counts.device) < numbers[:, :1]] = mask.counts
+        every_mask = _every_mask(mask.ids, counts.flatten(), group)
+        rows = torch.arange(len(every_mask)).view(-1, longest)[places]
+        mask = every_mask[rows[torch.arange(longest) < torch.tensor(lengths)[:, None]]]
+    return Responses(gather(responses.tokens), gather(responses.log_probs), lengths, mask, computed, steps)
+
+
+def _every_mask(ids: Tensor, counts: Tensor, group: ProcessGroup) -> SamplingMask:
+    """Return the rows of all ranks, which have `counts` ids each; ranks have equally many rows."""
+    (most,) = largest_of_ranks(group, ids.device, len(ids))
+    padded = all_gather(F.pad(ids, (0, most - len(ids)))[None], group)
+    every_count = all_gather(counts, group)
+    totals = every_count.view(len(padded), -1).sum(1).tolist()
+    return SamplingMask(
+        torch.cat([row[:total] for row, total in zip(padded, totals, strict=True)]),
+        F.pad(every_count.cumsum(0), (1, 0)),
+    )

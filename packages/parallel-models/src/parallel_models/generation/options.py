@@ -24,17 +24,18 @@ class SamplingOptions:
         n: The number of responses for each prompt.
         temperature: Divide the logits by this number; 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens (None: from all).
-        top_p: Draw from the likeliest tokens that together have this probability. See
-            `parallel_layers.inference.sampling.sample`.
+        top_p: Draw from the likeliest tokens that together have this probability.
+        min_p: Draw from the tokens whose probability is at least `min_p` times the largest (0: from all). min-p comes
+            first, then top-k, then top-p; see `parallel_layers.inference.truncate`.
         stop_ids: A response ends with the first of these tokens.
         seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
             depend neither on the other responses nor on `max_sequences`.
-        keep_sampling_mask: Normalise the log-probs over the tokens that top-k and top-p kept (needs top-k). The field
-            `sampling_mask` then has these tokens, at most `top_k` for each token.
+        keep_sampling_mask: Normalise the log-probs over the tokens that top-k, top-p and min-p kept, and return these
+            tokens, the `sampling_mask` of a batch.
 
     Raises:
         ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`
-            stands without `top_k` or with temperature 0.
+            stands without a truncation or with temperature 0.
     """
 
     max_new_tokens: int
@@ -43,6 +44,7 @@ class SamplingOptions:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     stop_ids: Iterable[int] = ()
     seed: int = 0
     keep_sampling_mask: bool = False
@@ -55,7 +57,7 @@ class SamplingOptions:
             require_number("max_length", self.max_length, at_least=2, integer=True)
         require_number("seed", self.seed, integer=True)
         object.__setattr__(self, "seed", int(self.seed))  # a seed of numpy would overflow in `rank_seed`
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             require_number(name, getattr(self, name))
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} must not be negative")
@@ -68,10 +70,12 @@ class SamplingOptions:
             require_number("top_k", self.top_k, at_least=1, integer=True)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
-        if self.keep_sampling_mask and (self.top_k is None or not self.temperature):
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
+        if self.keep_sampling_mask and not (self.truncates and self.temperature):
             raise ValueError(
-                f"keep_sampling_mask needs top_k, which bounds the kept tokens, and a temperature above 0, not top_k="
-                f"{self.top_k} and temperature={self.temperature}; give top_k=100 beside top_p, or leave the mask out"
+                "keep_sampling_mask needs top_k, top_p or min_p, and a temperature above 0, not temperature="
+                f"{self.temperature}; give one of them, or leave the mask out"
             )
         if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
             raise ValueError(f"stop_ids={self.stop_ids!r} must be a list of token ids, such as stop_ids=[2]")
@@ -79,6 +83,11 @@ class SamplingOptions:
         for token in ids:
             require_number("stop_ids", token, at_least=0, integer=True)
         object.__setattr__(self, "stop_ids", sorted(set(map(int, ids))))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def limit(self, prompt: int) -> int:
         """Return the largest number of tokens of a response to a prompt of `prompt` tokens.
@@ -162,6 +171,7 @@ class GenerationKeywords(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float
+    min_p: float
     stop_ids: Iterable[int]
     seed: int
     keep_sampling_mask: bool

@@ -1,7 +1,7 @@
 """`GenerationSession`: a model that draws tokens at N slots, with its caches and CUDA graphs, over several calls.
 
 Shape legend: N slots, M <= N slots of a forward pass, k drafts, D most tokens of a slot between two looks and k more,
-V vocabulary, K tokens of a sampling mask.
+V vocabulary, B bytes of a sampling mask's bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class GenerationSession:
         steps: `[N]`, the steps that have drawn them.
         affinity: Which context-parallel rank has the keys and values of a sequence.
         uniforms: `[N, D]`, the numbers that decide the next tokens.
-        draws: Tokens and log-probs `[N, D]`, on request masks `[N, D, K]`, which were drawn since the last look.
+        draws: Tokens and log-probs `[N, D]`, on request bits of sampling masks `[N, D, B]` uint8, which were drawn
+            since the last look.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class GenerationSession:
             self._graphs.clear()
             self._stack.close()
 
-    def sample_by(self, options: SamplingOptions) -> None:
-        """Draw tokens in this way from now on. Graphs that draw in another way are dropped."""
-        how = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    def sample_by(self, options: SamplingOptions, vocab_size: int) -> None:
+        """Draw tokens of a vocabulary in this way from now on. Graphs that draw in another way are dropped."""
+        how = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         sampling = how, options.keep_sampling_mask, options.stop_ids
         if sampling == self._sampling:
             return
@@ -113,11 +114,11 @@ class GenerationSession:
         with torch.inference_mode(False):
             del self.draws[2:]
             self._stop = self.token.new_tensor(options.stop_ids)
-            if options.keep_sampling_mask and options.top_k is not None:
-                shape = *self.uniforms.shape, options.top_k
-                self.draws.append(self.uniforms.new_full(shape, -1, dtype=torch.int32))
+            if options.keep_sampling_mask:
+                shape = *self.uniforms.shape, -(-vocab_size // 32) * 4
+                self.draws.append(self.uniforms.new_zeros(shape, dtype=torch.uint8))
             if self.decoding.stages is not None:
-                width = 2 + sum(masks.shape[-1] for masks in self.draws[2:])
+                width = 2 + sum(bits.shape[-1] // 4 for bits in self.draws[2:])
                 self._table = torch.zeros(len(self.token), width, dtype=torch.int32, device=self.token.device)
 
     def run_steps(self, count: int, size: int) -> None:
@@ -188,18 +189,23 @@ class GenerationSession:
     def _draws_of(self, first: int, size: int, logits: Tensor) -> tuple[Tensor, ...]:
         """Draw a token for each row of logits."""
         slots = slice(first, first + size)
-        return self._sample(logits, self.uniforms[slots].gather(1, self.drawn[slots, None] + self._ahead).flatten())
+        numbers = self.uniforms[slots].gather(1, self.drawn[slots, None] + self._ahead).flatten()
+        tokens, log_probs, *masks = self._sample(logits, numbers)
+        # Ranks with padding gather more bits than the vocabulary has tokens.
+        return tokens, log_probs, *(bits[:, : rows.shape[-1]] for bits, rows in zip(masks, self.draws[2:], strict=True))
 
     def _write(self, first: int, size: int, logits: Tensor) -> None:
         """Draw a token for each slot, and write the draws to the table that travels, bit for bit."""
         tokens, log_probs, *masks = self._draws_of(first, size, logits)
-        columns = tokens.int()[:, None], log_probs.view(torch.int32)[:, None], *masks
+        words = [bits.contiguous().view(torch.int32) for bits in masks]
+        columns = tokens.int()[:, None], log_probs.view(torch.int32)[:, None], *words
         self._table[first : first + size] = torch.cat(columns, 1)
 
     def _finish(self, first: int, size: int) -> None:
         """Add the draws of the table."""
         table = self._table[first : first + size]
-        draws = table[:, 0].long(), table[:, 1].view(torch.float32), table[:, 2:]
+        words = table[:, 2:].contiguous()
+        draws = table[:, 0].long(), table[:, 1].view(torch.float32), words.view(torch.uint8)
         self._add(first, size, draws[: len(self.draws)])
 
     def _add(

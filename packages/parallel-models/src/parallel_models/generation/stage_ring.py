@@ -3,7 +3,7 @@
 The next token of a sequence starts at the first stage when the last one has drawn the token before. So sequences go
 through the S stages in S groups, and no stage waits (DeepSpeed Inference, https://arxiv.org/abs/2207.00032).
 
-Shape legend: S stages, M sequences of a group, H hidden size, K tokens of a sampling mask.
+Shape legend: S stages, M sequences of a group, H hidden size.
 """
 
 from __future__ import annotations

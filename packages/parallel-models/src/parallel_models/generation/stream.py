@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from parallel_layers.head import SamplingMask
 from parallel_models.engine.engine import Engine
 from parallel_models.generation.continuous_batching import ContinuousBatching
 from parallel_models.generation.decoding import CacheOptions
@@ -69,7 +70,7 @@ class ResponseStream(ContinuousBatching):
         how = options.exact, options.float8, options.float8_cache, options.drafts
         sizes = CacheOptions(rows, max_length, options.cache_gib, *how, experts="exchange")
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, device)
-        session.sample_by(options)
+        session.sample_by(options, engine.vocab_size)
         super().__init__(
             session,
             [torch.zeros(1, dtype=torch.int64, device=device)] * rows,
@@ -150,6 +151,7 @@ class ResponseStream(ContinuousBatching):
         self._places[row] = _Place(key, number, [(0, self._version)])
         prompt = self.prompts[row] = self._prompts[key]
         self._ids[row], self.limits[row], self.drawn[row], self.steps[row] = ids, limit, 0, 0
+        self._masks[row] = []
         self._uniforms[row], self._ends[row] = uniforms, prompt[-1]
         self.waiting.append(row)
 
@@ -157,16 +159,15 @@ class ResponseStream(ContinuousBatching):
         """Take the responses of rows that have ended; return the keys that are complete now."""
         complete = []
         index = torch.tensor(rows, dtype=torch.int64, device=self._uniforms.device)
-        tokens, log_probs, *masks = (results[index].tolist() for results in self._results)
-        kept_ids = masks[0] if masks else [None] * len(rows)
-        for row, ids, values, mask in zip(rows, tokens, log_probs, kept_ids, strict=True):
+        tokens, log_probs = (results[index].tolist() for results in self._results)
+        for row, ids, values in zip(rows, tokens, log_probs, strict=True):
             (key, number, begins), length = self._places.pop(row), self.drawn[row]
             if any(value != value for value in values[:length]):
                 raise ValueError(
                     f"the model gives NaN or infinite logits after {length} tokens: it has diverged, or its checkpoint "
                     "is broken; go back to an earlier checkpoint, and check the learning rate and the loss"
                 )
-            kept = None if mask is None else [[id for id in allowed if id >= 0] for allowed in mask[:length]]
+            kept = SamplingMask.concatenate(self._masks[row]).tolist() if self.options.keep_sampling_mask else None
             versions = list[int]()
             for begin, version in begins:
                 versions[begin:] = [version] * (length - begin)

@@ -33,7 +33,7 @@ from parallel_layers.distributed import (
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
 )
-from parallel_layers.head import Distillation, linear_distillation
+from parallel_layers.head import Distillation, SamplingMask, linear_distillation
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_layers.linear import PLAIN, SCALES
 from parallel_layers.moe import RoutingContext
@@ -48,7 +48,7 @@ class HeadInputs(NamedTuple):
     states: Tensor
     labels: Tensor
     temperature: float | Tensor = 1.0
-    next_mask: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
     rows: Tensor | None = None
     distillation: Distillation | None = None
 
@@ -133,7 +133,7 @@ class PackedModel(nn.Module):
         *,
         chunk: Chunk | None = None,
         temperature: float | Tensor = 1.0,
-        next_mask: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         routing: RoutingContext | None = None,
         further: bool = False,
         visual: VisualStates | None = None,
@@ -148,12 +148,12 @@ class PackedModel(nn.Module):
         Args:
             packed, hidden, chunk, routing, visual: See `Decoder.forward`; in a pipeline for the last chunk.
             temperature: Divide the logits by this number or `[T]`.
-            next_mask: See `MicroBatch`.
+            sampling_mask: See `MicroBatch`.
             further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
                 at temperature 1; 0 where the sequence has no such token.
             shared: The prompts and responses in `packed`, which may be padded. The first R outputs, and rows of
-                `next_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature` is
-                one number.
+                `sampling_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature`
+                is one number.
             distillation: See `MicroBatch`; without `shared`.
 
         Raises:
@@ -161,12 +161,12 @@ class PackedModel(nn.Module):
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
         if shared is None:
-            inputs = HeadInputs(states, next_token_labels(packed), temperature, next_mask, None, distillation)
+            inputs = HeadInputs(states, next_token_labels(packed), temperature, sampling_mask, None, distillation)
         else:
             padding = packed.num_tokens - len(shared.rows)
             rows = F.pad(shared.rows, (0, padding)).to(states.device)
             labels = F.pad(shared.labels, (0, padding), value=-100)
-            inputs = HeadInputs(states, labels, temperature, next_mask, rows)
+            inputs = HeadInputs(states, labels, temperature, sampling_mask, rows)
         outputs = self._outputs(inputs)
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 
@@ -246,7 +246,7 @@ class CausalLM(PackedModel):
         return self._log_probs(HeadInputs(self(packed, routing=routing), labels, temperature), entropy)
 
     def _log_probs(self, inputs: HeadInputs, entropy: bool = True) -> LogProbs:
-        states, labels, temperature, next_mask, rows, _ = inputs
+        states, labels, temperature, sampling_mask, rows, _ = inputs
         sequence_parallel = self.sequence_parallel
         if rows is not None:
             if sequence_parallel:
@@ -255,6 +255,8 @@ class CausalLM(PackedModel):
             states, sequence_parallel = repeated_rows(states, rows), False
         if isinstance(temperature, Tensor) and temperature.dim():
             temperature = self.model.split(temperature)
+        if sampling_mask is not None and self.model.context_group is not None:
+            sampling_mask = sampling_mask[self.model.split(torch.arange(len(labels)))]
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
         head = partial(
             invariant.linear_log_probs if self.tp_invariant else ordinary,
@@ -266,7 +268,7 @@ class CausalLM(PackedModel):
             vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale,
             logit_softcap=self.config.logit_softcap,
-            within_TK=None if next_mask is None else self.model.split(next_mask),
+            sampling_mask=sampling_mask,
         )
         scores = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
         if self.model.context_group is None or scores.entropy is None:

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import ckpt
 from parallel_layers.attention import gather_sequence
@@ -72,7 +71,6 @@ class ParallelEngine(Engine):
         self.images = self.vision = vision
         self.vocab_size = model.config.vocab_size
         self._num_outputs = len(OUTPUTS[layout.role])
-        self.takes_next_mask = not options.tp_invariant
         self.shares_prefixes = options.share_prefixes
         self.distils = grid.dims.pp == 1 and not options.share_prefixes
         self.tokens_multiple_of = model.tokens_multiple_of
@@ -155,17 +153,16 @@ class ParallelEngine(Engine):
             packed = batch.packed if self.vision is None else self.vision.positioned(batch.packed, batch.visual)
             packed = packed if self.pipeline is None else pad_to(packed, longest)
             replay = batch.replay and self._local_replay(batch.replay, packed.num_tokens)
-            mask = batch.next_mask
-            if mask is not None:
-                mask = F.pad(mask, (0, 0, 0, packed.num_tokens - len(mask)), value=-1)
-            local[number] = replace(batch, packed=packed, replay=replay, next_mask=mask)
+            mask = batch.sampling_mask
+            mask = None if mask is None else mask.pad(packed.num_tokens)
+            local[number] = replace(batch, packed=packed, replay=replay, sampling_mask=mask)
         return local
 
     def _with_prefixes(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch that has each of its prompts once."""
         shared = shared_pack(micro_batch.packed, micro_batch.prompts)
         packed = pad_to(shared.packed, shared.packed.num_tokens + -shared.packed.num_tokens % self.tokens_multiple_of)
-        return replace(micro_batch, packed=packed, shared=shared, next_mask=shared_mask(micro_batch))
+        return replace(micro_batch, packed=packed, shared=shared, sampling_mask=shared_mask(micro_batch))
 
     def _local_replay(self, replay: RouterReplay, num_tokens: int) -> RouterReplay:
         """Return this rank's part of a replay, with rows of -1 for padding up to `num_tokens`."""

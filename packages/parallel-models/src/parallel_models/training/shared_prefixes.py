@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parallel_layers import PackedSequence
 from parallel_layers.data import SharedPrefixes, share_prefixes
+from parallel_layers.head import SamplingMask
 from parallel_models.engine.engine import MicroBatch, Outputs, SharedPrompt
 
 
@@ -22,16 +23,16 @@ def shared_pack(packed: PackedSequence, prompts: Sequence[SharedPrompt]) -> Shar
     )
 
 
-def shared_mask(micro_batch: MicroBatch) -> Tensor | None:
-    """Return the rows of `next_mask` that belong to the scored tokens of the shared pack, `[R, K]`."""
-    packed, mask = micro_batch.packed, micro_batch.next_mask
+def shared_mask(micro_batch: MicroBatch) -> SamplingMask | None:
+    """Return the rows of the sampling mask that belong to the R scored tokens of the shared pack."""
+    packed, mask = micro_batch.packed, micro_batch.sampling_mask
     if mask is None:
         return None
-    masks, rows = packed.split(mask), []
+    numbers, rows = packed.split(torch.arange(len(mask))), []
     for length, sequences in micro_batch.prompts:
         prompt_rows = length - 1
-        rows += [masks[sequences[0]][:prompt_rows], *(masks[n][prompt_rows:-1] for n in sequences)]
-    return torch.cat(rows)
+        rows += [numbers[sequences[0]][:prompt_rows], *(numbers[n][prompt_rows:-1] for n in sequences)]
+    return mask[torch.cat(rows)]
 
 
 def whole_outputs(shared: SharedPrefixes, outputs: Outputs, prompts: Sequence[SharedPrompt]) -> Outputs:

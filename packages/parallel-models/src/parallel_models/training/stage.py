@@ -92,7 +92,7 @@ def compute(
         hidden,
         chunk=chunk,
         temperature=micro_batch.temperature,
-        next_mask=micro_batch.next_mask,
+        sampling_mask=micro_batch.sampling_mask,
         routing=routing,
         further=further,
         visual=visual,

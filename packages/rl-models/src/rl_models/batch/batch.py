@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel_layers.head import check_token_ids
+from parallel_layers.head import SamplingMask, check_token_ids
 from rl_models.batch.visual import Visual, VisualInputs
 
 
@@ -29,6 +29,9 @@ class Batch:
             `[T, M, k]` holds the experts to replay, see `Worker.predict`. The fields `pair` and `group` hold a number
             for each sequence, repeated at its tokens: sequences of one pair stay in one micro-batch, sequences of one
             pair or group on one data-parallel rank.
+        sampling_mask: For each token the ids that it was drawn from, where a truncated draw chose it; rows without ids
+            elsewhere. Log-probs and entropies of such a batch are those of the distribution over these ids, and 0 for
+            tokens without (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). None: of the whole vocabulary.
         visual: The images and videos of each of the N sequences, None for a sequence without; empty if there are none.
             They stay with their sequence, and on the CPU.
     """
@@ -38,6 +41,7 @@ class Batch:
     mask: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     visual: Visual = ()
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         for name, tensor in {"tokens": self.tokens, "mask": self.mask, **self.fields}.items():
@@ -55,6 +59,10 @@ class Batch:
         for name, tensor in {"mask": self.mask, **self.fields}.items():
             if tensor.shape[:1] != self.tokens.shape or (name in ("mask", "pair", "group") and tensor.dim() > 1):
                 raise ValueError(f"{name} must be [{len(self.tokens)}] like the tokens, got {list(tensor.shape)}")
+        if self.sampling_mask is not None and len(self.sampling_mask) != len(self.tokens):
+            raise ValueError(
+                f"sampling_mask must have {len(self.tokens)} rows, one for each token, not {len(self.sampling_mask)}"
+            )
         wrong = self.mask & self.first
         if bool(wrong.any()):  # one wait for the device, for all sequences
             raise ValueError(
@@ -78,6 +86,7 @@ class Batch:
         response_lengths: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         visual: Visual = (),
+        sampling_mask: SamplingMask | None = None,
         **fields: Sequence[Tensor | Sequence[float]],
     ) -> Batch:
         """Concatenate sequences of token ids to a batch.
@@ -87,6 +96,7 @@ class Batch:
             response_lengths: The number of last tokens of each sequence in the mask (default: all but the first token).
             device: The device of the batch (default: the device of the sequences).
             visual: The images and videos of each sequence, see `VisualInputs`.
+            sampling_mask: The ids that the tokens of all sequences were drawn from.
             **fields: N tensors `[L_i]` or lists of numbers, by name.
 
         Raises:
@@ -117,7 +127,9 @@ class Batch:
                 )
             flat[name] = _cat(tensors, torch.float32, device)
         tokens = _cat(rows, torch.int64, device)
-        return cls(tokens, lengths, _cat(masks, torch.bool, "cpu").to(tokens.device), flat, tuple(visual))
+        mask = _cat(masks, torch.bool, "cpu").to(tokens.device)
+        sampling_mask = None if sampling_mask is None else sampling_mask.to(tokens.device)
+        return cls(tokens, lengths, mask, flat, tuple(visual), sampling_mask)
 
     @classmethod
     def from_pairs(
@@ -158,16 +170,18 @@ class Batch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate the sequences of all batches, with the fields that all batches have."""
+        """Concatenate the sequences of all batches, with the fields and the sampling mask that all batches have."""
         if not batches:
             raise ValueError("concatenate needs at least one batch")
         names = set.intersection(*(set(batch.fields) for batch in batches))
+        masks = [batch.sampling_mask for batch in batches if batch.sampling_mask is not None]
         return cls(
             torch.cat([batch.tokens for batch in batches]),
             tuple(length for batch in batches for length in batch.lengths),
             torch.cat([batch.mask for batch in batches]),
             {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
             tuple(images for batch in batches for images in batch.visual or (None,) * len(batch)),
+            SamplingMask.concatenate(masks) if len(masks) == len(batches) else None,
         )
 
     def __len__(self) -> int:
@@ -224,7 +238,8 @@ class Batch:
         positions = self.positions(numbers)
         lengths = tuple(self.lengths[i] for i in numbers)
         visual = tuple(self.visual[i] for i in numbers if self.visual)
-        return self._map(lambda tensor: tensor[positions], lengths, visual)
+        mask = None if self.sampling_mask is None else self.sampling_mask[positions]
+        return self._map(lambda tensor: tensor[positions], lengths, visual, mask)
 
     def positions(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return the positions of the tokens of these sequences in the batch, int64; raises as `select`."""
@@ -263,8 +278,8 @@ class Batch:
         """Return each sequence with its last token repeated; the mask has the added tokens alone.
 
         A number at an added token belongs to the whole sequence: the value there describes the state after the
-        sequence, see `Critic.rewards`. Fields repeat their last row. A sequence without tokens gets the token 0, which
-        is outside of the mask.
+        sequence, see `Critic.rewards`. Fields repeat their last row; a sampling mask is left out. A sequence
+        without tokens gets the token 0, which is outside of the mask.
         """
 
         def repeat_last(tensor: Tensor) -> Tensor:
@@ -303,12 +318,19 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; images stay on the CPU."""
-        return self._map(lambda tensor: tensor.to(device), self.lengths, self.visual)
+        mask = None if self.sampling_mask is None else self.sampling_mask.to(device)
+        return self._map(lambda tensor: tensor.to(device), self.lengths, self.visual, mask)
 
-    def _map(self, change: Callable[[Tensor], Tensor], lengths: tuple[int, ...], visual: Visual) -> Batch:
-        """Return the batch with every tensor per token changed."""
+    def _map(
+        self,
+        change: Callable[[Tensor], Tensor],
+        lengths: tuple[int, ...],
+        visual: Visual,
+        sampling_mask: SamplingMask | None = None,
+    ) -> Batch:
+        """Return the batch with every tensor per token changed, and another sampling mask."""
         fields = {name: change(tensor) for name, tensor in self.fields.items()}
-        return Batch(change(self.tokens), lengths, change(self.mask), fields, visual)
+        return Batch(change(self.tokens), lengths, change(self.mask), fields, visual, sampling_mask)
 
 
 def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:

@@ -16,5 +16,4 @@ from rl_models.calls.generation import (
 )
 from rl_models.calls.passes import accumulate as accumulate
 from rl_models.calls.routing import ROUTING as ROUTING
-from rl_models.calls.sampling_mask import SAMPLING_MASK as SAMPLING_MASK
 from rl_models.calls.tensor_digests import checksum as checksum

@@ -16,7 +16,6 @@ from parallel_models.generation import Prompt, Responses, draw_responses
 from rl_models.batch.batch import Batch, prompt_rows
 from rl_models.batch.visual import Visual
 from rl_models.calls.agreement import CallArguments, agree_on_call
-from rl_models.calls.sampling_mask import SAMPLING_MASK
 from rl_models.calls.tensor_digests import described_sequences
 
 # A field of the batch with `keep_cache`, `[T]`: at the first token of a response the number of tokens that the model
@@ -92,13 +91,13 @@ def _as_batch(prompts: Sequence[Prompt], responses: Responses, counts: Mapping[s
     log_probs = torch.zeros(len(mask), device=device)
     log_probs[mask] = responses.log_probs[:count][drawn]
     fields = {"log_probs": log_probs}
-    if responses.masks is not None:
-        sampling_masks = responses.masks.new_full((len(mask), responses.masks.shape[-1]), -1)
-        sampling_masks[mask] = responses.masks[:count][drawn]
-        fields[SAMPLING_MASK] = sampling_masks
+    sampling_mask = None
+    if responses.mask is not None:
+        # Responses beyond `count` are those of padding and stand at the end.
+        sampling_mask = responses.mask[torch.where(mask, mask.cumsum(0) - 1, -1)]
     for name, numbers in counts.items():
         fields[name] = torch.zeros(len(mask))
         fields[name][pairs.flatten().cumsum(0)[::2]] = torch.tensor(numbers[:count], dtype=torch.float32)
         fields[name] = fields[name].to(device)
     visual = tuple(prompt.visual for prompt in prompts)
-    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual)
+    return Batch(tokens, tuple(pairs.sum(dim=1).tolist()), mask, fields, visual, sampling_mask)

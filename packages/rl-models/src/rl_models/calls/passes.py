@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers.data import pack_micro_batches, split_micro_batches
-from parallel_layers.head import Distillation, TeacherHead, check_token_ids
+from parallel_layers.head import Distillation, SamplingMask, TeacherHead, check_token_ids
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import require_length
 from parallel_models import Engine, Grid, MicroBatch, Outputs
@@ -21,7 +21,7 @@ from rl_models.calls.agreement import CallArguments, RankReport, agree_on_call
 from rl_models.calls.distillation import Divergence, require_teacher, teachers
 from rl_models.calls.prefixes import Prompts, require_shareable
 from rl_models.calls.routing import ROUTING, recorded, replays, require_routing
-from rl_models.calls.sampling_mask import SAMPLING_MASK, masks_of_next_tokens, require_sampling_mask
+from rl_models.calls.sampling_mask import masks_of_next_tokens, require_sampling_mask
 from rl_models.calls.tensor_digests import described_sequences
 from rl_models.losses.aggregation import token_weights, total_weight
 from rl_models.losses.terms import LossTerms
@@ -133,7 +133,8 @@ class _Pass:
         """Check the call on every rank, see `agree_on_call`, and divide the batch."""
         options: dict[str, Any] = {"aggregation": self.aggregation, "record_routing": self.record_routing}
         options |= {"divergence": self.divergence, "states": self.states}
-        options |= {name: name in getattr(self.batch, "fields", ()) for name in (ROUTING, SAMPLING_MASK)}
+        options[ROUTING] = ROUTING in getattr(self.batch, "fields", ())
+        options["sampling_mask"] = getattr(self.batch, "sampling_mask", None) is not None
         reports = agree_on_call(self.engine.grid, call, self._check, **options)
         by_place = {report.place: report.value for report in reports}.values()
         total = sum(value["weight"] for value in by_place)
@@ -191,9 +192,9 @@ class _Pass:
         routes: Sequence[RouterReplay | None] = [RouterReplay() if self.record_routing else None for _ in packs]
         if ROUTING in batch.fields:
             routes = replays(batch, positions, packs, engine)
-        masks: Sequence[Tensor | None] = [None for _ in packs]
-        if SAMPLING_MASK in batch.fields:
-            masks = masks_of_next_tokens(batch, positions, packs)
+        masks: Sequence[SamplingMask | None] = [None for _ in packs]
+        if batch.sampling_mask is not None:
+            masks = masks_of_next_tokens(batch.sampling_mask, positions, packs)
         distillations: Sequence[Distillation | None] = [None for _ in packs]
         if self.divergence is not None:
             distillations = teachers(batch, positions, packs, self.teacher_head, self.divergence, self.temperature)

@@ -24,6 +24,8 @@ def described_sequences(sequences: Batch | Sequence[Tensor], visual: Visual = ()
     if isinstance(sequences, Batch):
         lengths: Sequence[int] = sequences.lengths
         tensors = {"tokens": sequences.tokens, "mask": sequences.mask, **sequences.fields}
+        if (mask := sequences.sampling_mask) is not None:
+            tensors |= {"sampling_mask.ids": mask.ids, "sampling_mask.offsets": mask.offsets}
         visual = sequences.visual
     else:
         lengths = [len(row) for row in sequences]

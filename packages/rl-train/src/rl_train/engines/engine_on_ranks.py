@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ckpt import Checkpoint, agree
 from ckpt.transfer import rank_in
+from parallel_layers.head import SamplingMask
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions, model_config
 from rl_models import Batch, Policy, VisualInputs
 from rl_models.batch import Visual, described, prompt_rows, token_rows
-from rl_models.calls import DECODING_STEPS, ROUTING, SAMPLING_MASK, CallArguments, agree_on_call
+from rl_models.calls import DECODING_STEPS, ROUTING, CallArguments, agree_on_call
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import Drawing, InFlightPool
@@ -186,7 +187,7 @@ class EngineOnRanks:
         if self._sleeps and self._local is not None:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
-        sequences, log_probs, lengths, masks = list[list[int]](), list[Tensor](), list[int](), list[Tensor]()
+        sequences, log_probs, lengths, kept = list[list[int]](), list[Tensor](), list[int](), list[list[int]]()
         versions, steps, routing = list[list[int]](), list[Tensor](), list[Tensor]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
@@ -197,15 +198,18 @@ class EngineOnRanks:
                 steps.append(torch.zeros(len(sequences[-1])).index_fill(0, torch.tensor(len(row)), response.steps))
                 if response.routing is not None:
                     routing.append(_padded_routing(response.routing, len(sequences[-1]), self._routed))
-                if sampling.keep_sampling_mask:
-                    masks.append(padded_mask([*([] for _ in row), *(response.kept or [])], sampling.top_k or 0))
+                kept += [*([] for _ in row), *(response.kept or [])]
         fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions}
-        fields |= {SAMPLING_MASK: masks} if sampling.keep_sampling_mask else {}
         fields |= {DECODING_STEPS: steps} if all(row.any() for row in steps) else {}
         fields |= {ROUTING: routing} if routing else {}
         visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))
         return Batch.from_sequences(
-            sequences, response_lengths=lengths, device="cpu", visual=visual_of_responses, **fields
+            sequences,
+            response_lengths=lengths,
+            device="cpu",
+            visual=visual_of_responses,
+            sampling_mask=SamplingMask.from_rows(kept) if sampling.keep_sampling_mask else None,
+            **fields,
         )
 
     @cached_property
@@ -384,13 +388,3 @@ def _padded_routing(routing: Tensor, length: int, routed: Sequence[bool]) -> Ten
     if layers == len(routed):
         routing = routing[:, list(routed)]
     return torch.cat([routing, routing.new_full((length - rows, *routing.shape[1:]), -1)])
-
-
-def padded_mask(kept: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return the mask `[L, K]` of L tokens from the ids that each was drawn from; ValueError beyond K = `width`."""
-    if (most := max(map(len, kept), default=0)) > width:
-        raise ValueError(
-            f"an engine drew a token from {most} tokens, more than top_k={width}; it must keep at most top_k"
-        )
-    rows = [[*sorted(ids), *[-1] * (width - len(ids))] for ids in kept]
-    return torch.tensor(rows, dtype=torch.int32).view(len(rows), width)

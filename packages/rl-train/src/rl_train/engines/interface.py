@@ -37,8 +37,8 @@ class RolloutEngine(Protocol):
 
         Returns:
             The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
-            token at `sampling.temperature`, before top-k and top-p; 0 elsewhere. With `sampling.keep_sampling_mask` the
-            log-probs are those among the kept tokens, the field `sampling_mask` of `rl_models.calls.sampling_mask`.
+            token at `sampling.temperature`, before any truncation; 0 elsewhere. With `sampling.keep_sampling_mask` the
+            log-probs are those among the kept tokens, the batch's `sampling_mask`.
             Engines apart from the actor add the field `version` (`VERSION`); elsewhere the run adds it.
 
         Raises:
@@ -86,10 +86,10 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before top-k and top-p.
+    """The tokens that continue a prompt, and their log-probs at the sampling temperature, before any truncation.
 
-    With `keep_sampling_mask` the log-probs are over the tokens that top-k and top-p kept. `kept` lists these tokens for
-    each token of the response, at most `top_k` each. `versions` are those of the weights that drew each token, where
+    With `keep_sampling_mask` the log-probs are over the tokens that the truncation kept. `kept` lists these tokens for
+    each token of the response. `versions` are those of the weights that drew each token, where
     weights change meanwhile. `steps` are the steps of the model that drew the response; 0: the engine does not count.
     `routing` `[R, M, k]` int16 are the experts of the first R tokens of prompt and response, in all layers or in the M
     layers with routed experts, where the engine reports them.

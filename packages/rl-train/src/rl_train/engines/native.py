@@ -117,12 +117,12 @@ class Native:
         uniforms = torch.stack([_uniforms(request.seed, sampling) for request in requests])
         drawn = draw_responses(self._engine, rows, options, self._max_tokens, uniforms.to(self.device))
         tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
-        masks = None if drawn.masks is None else drawn.masks.tolist()
+        masks = [None] * len(drawn.lengths) if drawn.mask is None else drawn.mask.split(drawn.lengths)
         responses = [
             Response(
                 tokens[number][:length],
                 log_probs[number][:length],
-                None if masks is None else [[token for token in row if token >= 0] for row in masks[number][:length]],
+                None if (mask := masks[number]) is None else mask.tolist(),
                 steps=drawn.steps[number] * (self._drafts > 0),
             )
             for number, length in enumerate(drawn.lengths)

@@ -53,8 +53,7 @@ def _log_probs_of(sampling: SamplingOptions) -> tuple[float | None, int | None]:
     """Return the arguments of `VllmWorker.set_log_probs`."""
     if sampling.keep_sampling_mask:
         return None, sampling.top_k
-    truncates = sampling.top_k is not None or sampling.top_p < 1
-    return (sampling.temperature if truncates and sampling.temperature else None), None
+    return (sampling.temperature if sampling.truncates and sampling.temperature else None), None
 
 
 def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, *, in_parts: bool) -> Any:
@@ -69,6 +68,7 @@ def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, 
         temperature=sampling.temperature if temperature is None else 1.0,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_tokens=sampling.limit(len(request.prompt)),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,

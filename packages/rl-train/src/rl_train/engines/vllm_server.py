@@ -65,7 +65,6 @@ class ServerFacts(NamedTuple):
 
 def _refusal(sampling: SamplingOptions, log_probs: str) -> str:
     """Say why log-probs of this kind are not those at the temperature, before top-k and top-p; empty: they are."""
-    truncates = sampling.top_k is not None or sampling.top_p < 1
     if sampling.keep_sampling_mask:
         return "over HTTP there are no sampling masks; leave keep_sampling_mask out, or use rollouts=vllm"
     if log_probs == "raw_logprobs":
@@ -77,7 +76,7 @@ def _refusal(sampling: SamplingOptions, log_probs: str) -> str:
         )
     if log_probs != "processed_logprobs":
         return "start it with --logprobs-mode processed_logprobs"
-    if truncates and sampling.temperature:
+    if sampling.truncates and sampling.temperature:
         return (
             f"these are log-probs after top_k={sampling.top_k} and top_p={sampling.top_p}; leave both out, or start it "
             "with --logprobs-mode raw_logprobs and sample at temperature 1"
@@ -254,7 +253,7 @@ def _body(model: str, request: Request, sampling: SamplingOptions, count: int) -
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or 0,
         "top_p": sampling.top_p,
-        "min_p": 0.0,
+        "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ckpt.files import replacing, room_for
+from parallel_layers.head import SamplingMask
 from rl_models import Batch, VisualInputs
 
 
@@ -31,6 +32,11 @@ def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
         "lengths": torch.tensor(batch.lengths, dtype=torch.int64),
     }.items()
     yield from ((f"fields/{name}", values) for name, values in batch.fields.items())
+    if batch.sampling_mask is not None:
+        yield from {
+            "sampling_mask/ids": batch.sampling_mask.ids,
+            "sampling_mask/offsets": batch.sampling_mask.offsets,
+        }.items()
     # Sequences that share images have the number of the first of these sequences; -1: no images.
     first = {id(images): number for number, images in reversed(list(enumerate(batch.visual)))}
     numbers = [-1 if images is None else first[id(images)] for images in batch.visual]
@@ -55,7 +61,8 @@ def _batch(tensors: Mapping[str, Tensor]) -> Batch:
     images = {number: VisualInputs(**_below(f"visual/{number}", tensors)) for number in {*numbers} - {-1}}
     visual = tuple(images.get(number) for number in numbers)
     lengths = tuple(tensors["lengths"].tolist())
-    return Batch(tensors["tokens"], lengths, tensors["mask"], _below("fields", tensors), visual)
+    mask = SamplingMask(**kept) if (kept := _below("sampling_mask", tensors)) else None
+    return Batch(tensors["tokens"], lengths, tensors["mask"], _below("fields", tensors), visual, mask)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -11,22 +11,22 @@ from threading import Event
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
+from parallel_layers.head import SamplingMask
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_models import Batch
-from rl_models.calls import SAMPLING_MASK
 from rl_train.data.prompts import Prompt
-from rl_train.engines.engine_on_ranks import MOST_REPEATS, BatchFuture, EngineOnRanks, padded_mask, request_of
+from rl_train.engines.engine_on_ranks import MOST_REPEATS, BatchFuture, EngineOnRanks, request_of
 from rl_train.engines.in_flight import Drawing, InFlightPool
 from rl_train.engines.interface import VERSION, Response, WeightsLostError
 from rl_train.environments.worker import Turn
 from rl_train.loop.conversations import Conversation, Conversations, Talk, batch_of_conversations
+from rl_train.loop.samples import SAMPLING_MASK, PerToken
 
 # Conversations as JSON: for each its tokens, its parts as lists, and the numbers of its turns.
 _State = list[tuple[list[int], list[tuple[int, int, dict[str, Any]]], list[list[float]]]]
-_DTYPES = {"log_probs": torch.float32, VERSION: torch.int64, SAMPLING_MASK: torch.int32}
+_DTYPES = {"log_probs": torch.float32, VERSION: torch.int64}
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ConversationsInFlight(Conversations):
         for conversation, (tokens, parts, numbers) in zip(conversations, ended, strict=True):
             conversation.tokens, conversation.numbers = tokens, numbers
             conversation.parts = [
-                (begin, end, {name: torch.tensor(values, dtype=_DTYPES[name]) for name, values in fields.items()})
+                (begin, end, {name: _per_token(name, values) for name, values in fields.items()})
                 for begin, end, fields in parts
             ]
         return batch_of_conversations(conversations)
@@ -197,15 +197,21 @@ class TalkInFlight:
         self._draw(number)
 
 
-def _fields(begin: int, response: Response, sampling: SamplingOptions) -> dict[str, Tensor]:
+def _fields(begin: int, response: Response, sampling: SamplingOptions) -> dict[str, PerToken]:
     """Return the fields `[L, ...]` of a sequence whose response begins at a place."""
-    fields = {
+    fields: dict[str, PerToken] = {
         "log_probs": torch.tensor([0.0] * begin + response.log_probs),
         VERSION: torch.tensor([-1] * begin + (response.versions or [])),
     }
     if sampling.keep_sampling_mask:
-        fields[SAMPLING_MASK] = padded_mask([*([] for _ in range(begin)), *(response.kept or [])], sampling.top_k or 0)
+        fields[SAMPLING_MASK] = SamplingMask.from_rows([*([] for _ in range(begin)), *(response.kept or [])])
     return fields
+
+
+def _per_token(name: str, values: list[Any]) -> PerToken:
+    if name == SAMPLING_MASK:
+        return SamplingMask.from_rows(values)
+    return torch.tensor(values, dtype=_DTYPES[name])
 
 
 def _state(conversation: Conversation) -> Any:

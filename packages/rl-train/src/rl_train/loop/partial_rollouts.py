@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from parallel_layers.module import hashed_seed
 from parallel_models.generation import end_sessions
@@ -102,8 +103,8 @@ class PartialRollouts(DrawsInFlight):
         return not fills or sample.room < 1 or sample.tokens[-1] in self.checked_run.stop_ids
 
     def _version(self, draw: Draw) -> int:
-        first_parts = [fields for sample in _group(draw).samples for _, _, fields in sample.parts[:1]]
-        return min((int(fields[VERSION][0]) for fields in first_parts), default=self._step - 1)
+        versions = [fields[VERSION] for sample in _group(draw).samples for _, _, fields in sample.parts[:1]]
+        return min((int(part[0]) for part in versions if isinstance(part, Tensor)), default=self._step - 1)
 
 
 class _Group(Future[Batch]):

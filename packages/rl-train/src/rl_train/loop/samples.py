@@ -9,12 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from parallel_layers.head import SamplingMask
 from parallel_models import SamplingOptions
 from rl_models import Batch, VisualInputs
 from rl_models.batch import Visual
-from rl_models.calls import SAMPLING_MASK
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION
+
+PerToken = Tensor | SamplingMask
+# The name of the sampling mask among the fields of a part.
+SAMPLING_MASK = "sampling_mask"
 
 
 @dataclass
@@ -29,14 +33,14 @@ class Sample:
     visual: VisualInputs | None
     limit: int
     tokens: list[int]
-    parts: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
+    parts: list[tuple[int, int, dict[str, PerToken]]] = field(default_factory=list)
 
     @property
     def room(self) -> int:
         """Return the number of tokens that may follow."""
         return self.limit - len(self.tokens)
 
-    def take(self, tokens: list[int], fields: dict[str, Tensor]) -> None:
+    def take(self, tokens: list[int], fields: dict[str, PerToken]) -> None:
         """Add a part from the engine's sequence `[L]` and its fields `[L, ...]`, cut at `limit` tokens."""
         begin = len(self.tokens)
         self.tokens = [*self.tokens, *tokens[begin : self.limit]]
@@ -46,7 +50,9 @@ class Sample:
 
 def take_parts(samples: Sequence[Sample], batch: Batch) -> None:
     """Add to each sample what an engine has drawn for it, a sequence of the batch."""
-    fields = {name: batch.split(name) for name in batch.fields}
+    fields: dict[str, Sequence[PerToken]] = {name: batch.split(name) for name in batch.fields}
+    if batch.sampling_mask is not None:
+        fields[SAMPLING_MASK] = batch.sampling_mask.split(batch.lengths)
     for row, (sample, tokens) in enumerate(zip(samples, batch.split(), strict=True)):
         sample.take(tokens.tolist(), {name: rows[row] for name, rows in fields.items()})
 
@@ -69,19 +75,27 @@ def with_images(tokens: list[list[int]], visual: Visual) -> list[list[int]] | Ba
 
 
 def batch_of(samples: Sequence[Sample]) -> Batch:
-    """Return samples with the drawn tokens in the mask; fields are 0, masks and versions -1, elsewhere."""
+    """Return samples with the drawn tokens in the mask; fields are 0, and versions -1, elsewhere."""
     lengths = [len(sample.tokens) for sample in samples]
     starts = list(itertools.accumulate(lengths, initial=0))
     total = starts.pop()
     mask = torch.zeros(total, dtype=torch.bool)
     fields: dict[str, Tensor] = {}
+    # The masks of the drawn tokens, and the row of each token among theirs.
+    masks, rows, count = list[SamplingMask](), torch.full((total,), -1), 0
     for start, sample in zip(starts, samples, strict=True):
         for begin, end, part in sample.parts:
             mask[start + begin : start + end] = True
             for name, values in part.items():
+                if isinstance(values, SamplingMask):
+                    masks.append(values.to("cpu"))
+                    rows[start + begin : start + end] = torch.arange(count, count + end - begin)
+                    count += end - begin
+                    continue
                 if name not in fields:
-                    shape, filler = (total, *values.shape[1:]), -1 if name in (SAMPLING_MASK, VERSION) else 0
+                    shape, filler = (total, *values.shape[1:]), -1 if name == VERSION else 0
                     fields[name] = values.new_full(shape, filler, device="cpu")
                 fields[name][start + begin : start + end] = values.cpu()
     tokens = torch.tensor([token for sample in samples for token in sample.tokens], dtype=torch.int64)
-    return Batch(tokens, tuple(lengths), mask, fields, tuple(sample.visual for sample in samples))
+    sampling_mask = SamplingMask.concatenate(masks)[rows] if masks else None
+    return Batch(tokens, tuple(lengths), mask, fields, tuple(sample.visual for sample in samples), sampling_mask)

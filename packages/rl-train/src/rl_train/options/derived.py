@@ -164,8 +164,8 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
             f"objective.importance.floor={importance.floor} needs bound=mask and a cap that is no smaller, not "
             f"{importance.bound} and {importance.cap}"
         )
-    if options.sampling.keep_sampling_mask and options.engine.tp_invariant:
-        yield "sampling.keep_sampling_mask does not go with engine.tp_invariant; leave one of them out"
+    if options.sampling.keep_sampling_mask and options.rollouts.engine == "vllm" and options.sampling.top_k is None:
+        yield "sampling.keep_sampling_mask with rollouts.engine=vllm needs sampling.top_k, which bounds vLLM's answers"
     if not options.sampling.temperature:
         yield "temperature=0.0 must be greater than 0: the policy learns from what it draws"
 

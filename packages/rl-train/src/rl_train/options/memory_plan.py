@@ -36,7 +36,7 @@ class PlanOptions(Options):
     longest: Count | None = None
     """Plan the KV cache for prompts with responses of at most N tokens (default: none)."""
     mask_width: CountOrZero = 0
-    """Plan sampling masks of at most N tokens, the --top-k of a run (default: none)."""
+    """Plan sampling masks of N tokens a draw on average, at most --top-k (default: none)."""
     gpu_gib: Positive | None = None
     """List the grids that fit a device with this memory, in GiB, the fastest first, each with the recomputation, tiles
     and offload that it needs, unless you give them (default: no list)."""

@@ -23,6 +23,7 @@ from ckpt.transfer import float8_sides
 from parallel_layers import ModelConfig, PackedSequence
 from parallel_layers.attention import SharedKeys
 from parallel_layers.data import SharedPrefixes
+from parallel_layers.head import SamplingMask
 from parallel_layers.kernels import planned_for
 from parallel_layers.linear import round_again_
 from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
@@ -214,19 +215,23 @@ def _run(module: PackedModel, chunk: Chunk, run: ModelRun) -> list[PartBytes]:
     """Return the bytes of the parts of a chunk that runs forward, and backward if it learns."""
     options = run.options
     tokens = -(-options.computed * options.dims.cp // module.tokens_multiple_of) * module.tokens_multiple_of
-    mask = torch.empty(tokens, options.mask_width, dtype=torch.int32, device="meta") if options.mask_width else None
+    mask = None
+    if options.mask_width:
+        ids = torch.empty(tokens * options.mask_width, dtype=torch.int32, device="meta")
+        mask = SamplingMask(ids, torch.empty(tokens + 1, dtype=torch.int64, device="meta"))
     hidden = None
     if not chunk.first:
         shape = module.boundary_shape(tokens, chunk.layers[0])
         hidden = torch.empty(shape, dtype=module.dtype, device="meta", requires_grad=run.trained)
     earlier = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    others = [tensor for tensor in (mask, hidden) if tensor is not None]
+    others = [] if hidden is None else [hidden]
+    others += [] if mask is None else [mask.ids, mask.offsets]
     with LiveBytes([*module.parameters(), *module.buffers(), *earlier, *others]) as live:
         marks = _Marks(module, chunk, live, sum(gradient.nbytes for gradient in earlier))
         with torch.set_grad_enabled(run.trained):
             packed, shared = _pack(tokens, options)
             if chunk.last:
-                outputs = module.outputs(packed, hidden, chunk=chunk, next_mask=mask, shared=shared)
+                outputs = module.outputs(packed, hidden, chunk=chunk, sampling_mask=mask, shared=shared)
             else:
                 outputs = (module(packed, hidden, chunk=chunk),)
                 marks.before(outputs[0])

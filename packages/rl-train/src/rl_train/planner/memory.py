@@ -76,7 +76,7 @@ class MemoryOptions(EngineOptions):
             there when the second runs.
         device: "cuda" or "cpu", which decides the size of the head's tiles, and whether kernels are fused.
         cache: The cache of an actor that generates; None: the actor does not.
-        mask_width: `top_k` of the batch's sampling masks; 0: the batch has none.
+        mask_width: Mean number of ids of a row of the batch's sampling mask; 0: the batch has none.
     """
 
     dims: ParallelDims

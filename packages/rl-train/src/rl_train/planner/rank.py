@@ -77,8 +77,8 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     common = Memory(
         _divided_over(held, run.data, run.copies),
         gathered=_gathered(sharded, options.dims.pp) if run.divided else 0,
-        # int32 ids: in the batch, in its micro-batches, and shifted to the tokens before.
-        masks=3 * 4 * options.mask_width * options.tokens * options.received,
+        # int32 ids and int64 offsets: in the batch, in its micro-batches, and shifted to the tokens before.
+        masks=3 * (4 * options.mask_width + 8) * options.tokens * options.received * bool(options.mask_width),
         cache=cache,
     )
     if options.cache is not None:

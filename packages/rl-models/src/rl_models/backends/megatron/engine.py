@@ -97,8 +97,8 @@ class MegatronEngine(Engine):
         if self.layout.role == "causal_lm":
             # All micro-batches of a call have one temperature.
             options |= {"labels": [next_token_labels(packed) for packed in packs]}
-            masks = [micro_batch.next_mask for micro_batch in micro_batches if micro_batch.next_mask is not None]
-            options |= {"temperature": micro_batches[0].temperature, "within": masks or None}
+            masks = [batch.sampling_mask for batch in micro_batches if batch.sampling_mask is not None]
+            options |= {"temperature": micro_batches[0].temperature, "sampling_masks": masks or None}
         outputs = run_schedule(chunks, packs, megatron, routing=replays or None, **options)
         if replays and replays[0].recording:
             complete_recordings(replays, packs, self.chunks[0].config, megatron)

@@ -82,13 +82,13 @@ class TransformersEngine(Engine):
 
     def _outputs(self, micro_batch: MicroBatch) -> Outputs:
         """Return the outputs of one micro-batch; prompts that its sequences share are computed once."""
-        shared, mask = None, micro_batch.next_mask
+        shared, mask = None, micro_batch.sampling_mask
         arguments = self._inputs(micro_batch.packed, micro_batch.visual) | {"router_replay": micro_batch.replay}
         if micro_batch.prompts:
             shared, mask = shared_pack(micro_batch.packed, micro_batch.prompts), shared_mask(micro_batch)
             arguments = {"packed": shared}
         if self.role != "value":
-            arguments |= {"temperature": micro_batch.temperature, "entropy": True, "within": mask}
+            arguments |= {"temperature": micro_batch.temperature, "entropy": True, "sampling_mask": mask}
         output = self.model(**arguments)
         outputs = tuple(getattr(output, name) for name in OUTPUTS[self.role])
         return outputs if shared is None else whole_outputs(shared, outputs, micro_batch.prompts)
