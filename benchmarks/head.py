@@ -6,7 +6,8 @@ bf16 random data, logits of standard deviation 2. Every round runs each variant 
 for all; a time is the median over the rounds of CUDA-event times. The ceilings are measured first. Errors are against
 fp64 over the first tokens: the largest absolute one of log-prob and entropy, the relative norm of the hidden states'
 gradient. Extra memory is the peak above the inputs over a forward and backward, the returned gradients included, and
-also without them, as a share of the bf16 logits. Peers that are not installed are left out.
+also without them, as a share of the bf16 logits. Sampling masks have random ids: 50 for each token as of top-k, a random
+number with a mean of 400 as of top-p, or half of the vocabulary. Peers that are not installed are left out.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from measure import ceilings, machine, milliseconds, table, write_json
 from torch import Tensor
 
 from parallel_layers import linear_log_probs
+from parallel_layers.head import SamplingMask
 
 SHAPES = [(8192, 4096, 128256), (16384, 4096, 151936), (8192, 2560, 151936)]
 CHECKED_TOKENS = 512
@@ -53,11 +55,14 @@ class Problem:
             torch.randn(tokens, device="cuda"),
         )
 
-    def truth(self, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def truth(self, mask: SamplingMask | None, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and gradient of the hidden states of the first tokens, in fp64."""
         first = slice(CHECKED_TOKENS)
         hidden = self.hidden.detach()[first].double().requires_grad_()
-        log_softmax = torch.log_softmax(hidden @ self.weight.detach().double().T, -1)
+        logits = hidden @ self.weight.detach().double().T
+        if mask is not None:
+            logits = logits.masked_fill(~mask.tile(first, slice(0, len(self.weight))), -1e9)
+        log_softmax = torch.log_softmax(logits, -1)
         log_probs = log_softmax.gather(-1, self.labels[first, None])[:, 0]
         entropies = -(log_softmax.exp() * log_softmax).sum(-1)
         outputs, upstream = [log_probs], [self.grad_log_probs[first].double()]
@@ -73,6 +78,30 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 def ours_keeping(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
     return linear_log_probs(hidden, weight, labels, keep_probabilities=True)
+
+
+@dataclass
+class Masked:
+    """Log-probs over sampling masks with `mean` ids a token: all rows have as many, or a random number."""
+
+    mean: int
+    ragged: bool = False
+    masks: dict[int, SamplingMask] = field(default_factory=dict)
+
+    def mask(self, labels: Tensor, vocabulary: int) -> SamplingMask:
+        """The mask of these labels, each the first id of its row."""
+        if labels.data_ptr() not in self.masks:
+            counts = torch.full_like(labels, self.mean)
+            if self.ragged:
+                counts = torch.empty_like(labels, dtype=torch.float32).exponential_(1 / self.mean).long() + 1
+            offsets = torch.cat([counts.new_zeros(1), counts.clamp(max=vocabulary).cumsum(0)])
+            ids = torch.randint(vocabulary, (int(offsets[-1]),), device=labels.device, dtype=torch.int32)
+            ids[offsets[:-1]] = labels.int()
+            self.masks = {labels.data_ptr(): SamplingMask(ids, offsets)}
+        return self.masks[labels.data_ptr()]
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        return linear_log_probs(hidden, weight, labels, sampling_mask=self.mask(labels, len(weight)))
 
 
 def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -137,6 +166,9 @@ def cut_cross_entropy() -> Forward:
 VARIANTS: dict[str, Callable[[], Forward]] = {
     "ours: linear_log_probs": lambda: ours,
     "ours: keep_probabilities=True": lambda: ours_keeping,
+    "ours: sampling mask of 50": lambda: Masked(50),
+    "ours: sampling mask of 400 on average": lambda: Masked(400, ragged=True),
+    "ours: sampling mask of 64000": lambda: Masked(64000),
     "Liger fused_linear_scaled_cross_entropy": liger_scaled,
     "verl linear_cross_entropy": verl,
     "cut-cross-entropy (no entropy)": cut_cross_entropy,
@@ -182,6 +214,8 @@ def one_round(row: Row, forward: Forward, problem: Problem) -> None:
 
 
 def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> None:
+    if isinstance(forward, Masked):
+        forward.mask(problem.labels, len(problem.weight))
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -195,7 +229,8 @@ def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> N
     log_probs, entropy = outputs
     if not log_probs.ndim:
         return
-    truth = problem.truth(entropy=entropy is not None)
+    mask = forward.mask(problem.labels, len(problem.weight)) if isinstance(forward, Masked) else None
+    truth = problem.truth(mask, entropy=entropy is not None)
     first = slice(CHECKED_TOKENS)
     row.log_prob_error = (log_probs[first].double() - truth[0]).abs().max().item()
     if entropy is not None:

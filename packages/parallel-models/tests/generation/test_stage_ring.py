@@ -31,7 +31,7 @@ from parallel_models.generation.stage_ring import StageRing
 from parallel_models.training import ParallelEngine
 from parallel_models.training.decoding_forward import DecodingForward
 
-HIDDEN, TOP_K = 32, 5
+HIDDEN, TOP_K, MASK_WORDS = 32, 5, 2
 PROMPTS = [[1 + (7 * place + number) % 60 for place in range(1 + 30 * number)] for number in range(4)]
 # Responses that stop early and late and wait for slots; groups that are unequal or empty; one sequence.
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -218,7 +218,7 @@ def record_steps(group: ProcessGroup, path: Path, dims: ParallelDims, virtual_st
 def test_no_stage_waits_and_no_logits_travel(ranks: RankPool, llama: Path, pp: int, virtual_stages: int) -> None:
     """N tokens of pp groups take N pp + pp - 1 ticks of each chunk; hidden states go on, draws go back."""
     rows, visits = 8 // pp, STEPS * pp * virtual_stages
-    states, draws = rows * HIDDEN * 4, rows * (2 + TOP_K) * 4
+    states, draws = rows * HIDDEN * 4, rows * (2 + MASK_WORDS) * 4
     results = ranks.run(record_steps, llama, ParallelDims(pp=pp), virtual_stages, world=pp)
     for rank, (events,) in enumerate(results):
         assert "other" not in events
