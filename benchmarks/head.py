@@ -6,8 +6,8 @@ bf16 random data, logits of standard deviation 2. Every round runs each variant 
 for all; a time is the median over the rounds of CUDA-event times. The ceilings are measured first. Errors are against
 fp64 over the first tokens: the largest absolute one of log-prob and entropy, the relative norm of the hidden states'
 gradient. Extra memory is the peak above the inputs over a forward and backward, the returned gradients included, and
-also without them, as a share of the bf16 logits. Sampling masks have random ids: 50 for each token as of top-k, a random
-number with a mean of 400 as of top-p, or half of the vocabulary. Peers that are not installed are left out.
+also without them, as a share of the bf16 logits. Sampling masks have random ids: 50 for each token as of top-k, a
+random number with a mean of 400 as of top-p, or half of the vocabulary. Peers that are not installed are left out.
 """
 
 import argparse
