@@ -27,6 +27,14 @@ def test_truncate_keeps_the_most_likely_tokens(seed: int, top_k: int, top_p: flo
         assert torch.equal(kept_row[list(actual)], row[list(actual)])
 
 
+@given(st.integers(0, 1000), st.floats(1e-6, 1.0))
+def test_min_p_keeps_the_tokens_near_the_most_likely_one(seed: int, min_p: float) -> None:
+    logits = 3 * torch.randn(4, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ratio = logits.softmax(-1) / logits.softmax(-1).amax(-1, keepdim=True)
+    kept = truncate(logits, min_p=min_p) > -torch.inf
+    assert torch.equal(kept, ratio >= min_p) or ((ratio - min_p).abs() < 1e-12).any()
+
+
 def test_draws_follow_the_distribution_and_report_its_log_probs() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20000, 4)
     tokens, log_probs = sample(logits, torch.rand(20000, generator=torch.Generator().manual_seed(1)), temperature=0.7)
