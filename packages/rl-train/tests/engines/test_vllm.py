@@ -107,6 +107,20 @@ def test_adapters_are_synced_merged_and_alone(llama: Path, actor: Actor, engine:
         engine.update_weights(actor, 3)
 
 
+def test_weights_are_copied_into_the_parameters(llama: Path, actor: Actor) -> None:
+    """From the third weight sync on, in a process that keeps weights as a GPU does."""
+    worker = f"{__name__.rpartition('.')[0]}.plain_on_cpu.PlainWorker"
+    engine = VllmEngine(actor, llama, devices=[""], worker_extension_cls=worker, **SETTINGS)
+    try:
+        for version in range(1, 5):
+            change(actor, scale=0.02 * version)
+            assert difference(actor, engine) > 1e-3
+            engine.update_weights(actor, version)
+            assert difference(actor, engine, n=2) < 1e-5
+    finally:
+        engine.close()
+
+
 def test_fp8_weights_are_synced_with_their_scales(tmp_path: Path) -> None:
     """The engine computes with the dequantized weights of the actor, before and after it has learned."""
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_train.engines.direct_writes import DirectWrites
 from rl_train.processes.errors import portable
 from rl_train.weight_sync.receiver import WeightReceiver
 from rl_train.weight_sync.transport import device_id
@@ -25,6 +27,7 @@ class VllmWorker:
     def weight_receiver(self) -> list[str]:
         """Return the id of this worker's device, and the key of its receiver of weights."""
         self._weight_receiver = WeightReceiver()
+        self._weights = DirectWrites(self.model_runner.get_model(), self._reload, self._finish)
         return [device_id(self.device), self._weight_receiver.key]
 
     def receive_weights(self, messages: bytes) -> bytes:
@@ -38,13 +41,24 @@ class VllmWorker:
         try:
             message = pickle.loads(messages)[self.rank]
             with closing(self._weight_receiver.receive(message)) as named_tensors:
-                # vLLM holds the tensors of one layer until the layer is complete.
-                self.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in named_tensors))
+                self._weights.load(named_tensors)
                 for name, _ in named_tensors:
                     raise RuntimeError(f"the engine did not take {name}")
         except BaseException as error:
             return pickle.dumps(portable(error))
         return b""
+
+    def _reload(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self.reload_weights(weights_iterator=named_tensors)
+
+    def _finish(self) -> None:
+        """Do what `reload_weights` does behind the last tensor of plain weights."""
+        for module in self.model_runner.get_model().modules():
+            if (process := getattr(module, "process_weights_after_loading", None)) is not None:
+                process(self.model_runner.model_config.dtype)
+        for name in ("reset_encoder_cache", "reset_mm_cache"):
+            if (reset := getattr(self.model_runner, name, None)) is not None:
+                reset()
 
     def set_log_probs(self, temperature: float | None, width: int | None) -> None:
         """Choose the distribution that log-probs come from, in every form of vLLM's model runner.
