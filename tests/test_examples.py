@@ -169,6 +169,14 @@ def test_fully_shard_divides_the_layers_and_changes_no_loss(ranks: RankPool) -> 
 
 
 @pytest.mark.slow
+def test_a_policy_comes_near_its_teacher() -> None:
+    output = torchrun(ROOT / "examples" / "distillation.py", ranks=2)
+    divergences = [float(number) for number in re.findall(r"reverse KL (\d+\.\d+)", output)]
+    assert len(divergences) == 12
+    assert divergences[-1] < 0.5 * divergences[0]
+
+
+@pytest.mark.slow
 def test_adapters_learn_and_peft_reads_them(tmp_path: Path) -> None:
     check_adapters(torchrun(ROOT / "examples" / "lora.py", "--out", str(tmp_path), ranks=2))
     assert (tmp_path / "merged" / "model.safetensors").is_file()
