@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_train.engines.direct_writes import DirectWrites
 from rl_train.processes.errors import portable
@@ -40,6 +40,8 @@ class VllmWorker:
         """
         try:
             message = pickle.loads(messages)[self.rank]
+            if self.device.type == "cpu":
+                forget_packed_experts(self.model_runner.get_model())
             with closing(self._weight_receiver.receive(message)) as named_tensors:
                 self._weights.load(named_tensors)
                 for name, _ in named_tensors:
@@ -89,3 +91,15 @@ class VllmWorker:
         for part in (sampler, getattr(sampler, "topk_topp_sampler", None)):
             if part is not None:
                 part.logprobs_mode = mode
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Have vLLM's CPU build pack the experts of a weight sync.
+
+    It packs weights of experts when it builds their kernel, and (0.32) builds none for later weights: these would be
+    read as if they were packed.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
