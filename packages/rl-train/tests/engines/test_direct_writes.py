@@ -16,6 +16,10 @@ class UnquantizedLinearMethod:
     """The name of vLLM's class for plain weights."""
 
 
+class UnquantizedFusedMoEMethod:
+    """The name of vLLM's class for plain weights of experts."""
+
+
 class Model(nn.Module):
     """Rank 1 of two: its rows of q, k and o, stacked experts, a padded vocabulary, a norm in fp32."""
 
@@ -103,7 +107,13 @@ def is_quantized(engine: Engine) -> None:
     engine.writes = DirectWrites(engine.model, engine.reload, lambda: None)
 
 
-@pytest.mark.parametrize("fault", [computes, halves, is_quantized])
+def packs_experts(engine: Engine) -> None:
+    """On a CPU vLLM may compute experts from a packed copy of the weights."""
+    engine.model.quant_method = UnquantizedFusedMoEMethod()
+    engine.writes = DirectWrites(engine.model, engine.reload, lambda: None)
+
+
+@pytest.mark.parametrize("fault", [computes, halves, is_quantized, packs_experts])
 def test_models_that_stay_with_vllm_s_way(fault: Any) -> None:
     engine = Engine()
     fault(engine)

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_models.calls import checksum
 
-_UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType")
+# What layers do with weights after they have been loaded. Experts on a CPU pack theirs.
+_PLAIN = {"cpu": {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}}
+_PLAIN["cuda"] = _PLAIN["cpu"] | {"UnquantizedFusedMoEMethod"}
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -55,7 +57,7 @@ class DirectWrites:
         self._writes: dict[str, list[_Write]] | None = None
         self._checked = False
         methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
-        self._refused = not methods.issubset(_UNQUANTIZED)
+        self._refused = not methods.issubset(_PLAIN[next(model.parameters()).device.type])
         self._addresses: list[int] = []
 
     def load(self, named_tensors: NamedTensors) -> None:
