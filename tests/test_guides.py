@@ -125,7 +125,7 @@ METRICS = {
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
     "rl-train/src/rl_train/loop/conversations.py": ("describe",),
     "rl-train/src/rl_train/loop/evaluation.py": ("evaluate",),
-    "rl-models/src/rl_models/losses/policy.py": ("_clipped_surrogate", "entropy_bonus"),
+    "rl-models/src/rl_models/losses/policy.py": ("_clipped_surrogate", "entropy_bonus", "sapo"),
     "rl-models/src/rl_models/losses/terms.py": ("weighted",),
     "rl-models/src/rl_models/losses/importance.py": ("importance_weights", "rollout_mismatch"),
     "rl-models/src/rl_models/losses/value.py": ("value_clip",),

@@ -71,9 +71,15 @@ def test_values_are_fp32_for_bf16_weights():
     assert model(packed=packed).values.dtype == torch.float32
 
 
-def test_models_without_one_score_a_token_are_refused():
-    with pytest.raises(ValueError, match="got 3; load with num_labels=1"):
-        patch(value_model("llama", num_labels=3), value_head=True)
+def test_values_of_several_labels():
+    model = value_model("llama", num_labels=3).eval()
+    sequences = random_sequences(LENGTHS, 61)
+    expected = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences])
+    patch(model, value_head=True)
+    torch.testing.assert_close(model(packed=PackedSequence.from_sequences(sequences)).values, expected)
+
+
+def test_models_without_a_score_a_token_are_refused():
     config = tiny_config("llama", num_labels=1)
     with pytest.raises(ValueError, match="load it with AutoModelForTokenClassification"):
         patch(AutoModelForSequenceClassification.from_config(config), value_head=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt import Checkpoint, Grid, layout_for, load_hf, reshard, verify
 from ckpt.files.contents import INDEX
+from ckpt.layout import load_config
 
 
 @pytest.fixture
@@ -109,7 +111,9 @@ def test_shards_without_their_index_are_named(sharded: Path) -> None:
         Checkpoint.open(sharded)
 
 
-def test_a_classifier_of_several_labels_is_named(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_classifier_of_several_labels_is_a_value_model_and_no_language_model(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
@@ -117,13 +121,12 @@ def test_a_classifier_of_several_labels_is_named(checkpoint: Callable[..., Path]
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["score.weight"] = tensors.pop("lm_head.weight")[:3].clone()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    for step in (
-        lambda: verify(tmp_path, tmp_path),
-        lambda: load_hf(tmp_path, layout_for(tmp_path)),
-        lambda: load_hf(tmp_path, layout_for(tmp_path, role="value")),
-    ):
+    verify(tmp_path, tmp_path)
+    loaded = load_hf(tmp_path, layout_for(tmp_path, role="value"))
+    assert torch.equal(loaded["score.weight"], tensors["score.weight"])
+    for layout in (layout_for(tmp_path), layout_for(load_config(tmp_path), role="value")):
         with pytest.raises(ValueError, match=r"score.weight has shape \(3, 32\) in .*: a classifier of 3 labels"):
-            step()
+            load_hf(tmp_path, layout)
 
 
 def test_a_sharded_folder_is_named_with_the_way_to_convert(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _reference(small: PreTrainedModel) -> _Reference:
     backbone: Any = find_backbone(small)
     sequences = list(ordinary_ids((backbone.config, small.config), sum(_LENGTHS)).split(_LENGTHS))
     logits_TV = _one_by_one(small, sequences)
-    columns_Tn = _columns([logits_TV], PackedSequence.from_sequences(sequences))
+    columns_Tn = _columns(small, [logits_TV], PackedSequence.from_sequences(sequences))
     return _Reference(small, sequences, logits_TV, columns_Tn, _gradients(columns_Tn, small))
 
 
@@ -109,7 +109,7 @@ def _prove(reference: _Reference, patch_copy: Callable[[PreTrainedModel], Any], 
     patched = patch_copy(small)
 
     def at_once() -> Tensor:
-        return _columns([x for x in small(packed=packed) if x is not None], packed)
+        return _columns(small, [x for x in small(packed=packed) if x is not None], packed)
 
     actual_Tn = at_once()
     output_error = agree(lambda: _output_error(actual_Tn, packed, reference, patched, at_once))
@@ -167,9 +167,9 @@ def _gradient_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> f
     return max(errors.values())
 
 
-def _columns(outputs: Sequence[Tensor], packed: PackedSequence) -> Tensor:
+def _columns(small: PreTrainedModel, outputs: Sequence[Tensor], packed: PackedSequence) -> Tensor:
     """Return log-probs and entropies `[T, 2]` from logits `[T, V]`, and other outputs as `[T, n]`."""
-    if len(outputs) > 1 or outputs[0].dim() == 1 or outputs[0].shape[1] == 1:
+    if len(outputs) > 1 or outputs[0].dim() == 1 or small.get_output_embeddings() is None:
         return torch.cat([x.reshape(packed.num_tokens, -1).float() for x in outputs], dim=1)
     distribution_TV = outputs[0].float().log_softmax(dim=-1)
     labels_T = next_token_labels(packed)

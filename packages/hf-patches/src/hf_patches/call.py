@@ -22,7 +22,7 @@ class PackedOutput(NamedTuple):
 
     `log_probs` `[T]` fp32: log-prob of each token's label, 0 where the label is -100.
     `entropy` `[T]` fp32: entropy of the distribution at the call's temperature; None with `entropy=False`.
-    `values` `[T]` fp32: with a value head only.
+    `values` `[T]` fp32, of n labels `[T, n]`: with a value head only.
     `logits` `[T, V]`: without the fused head only. With a cache, the only output is `logits` `[N, V]`, after the last
     token of each of the N sequences. Padded batches (`packed=False`) have `[B, S]` in place of `[T]`.
     """
@@ -38,7 +38,8 @@ class Call:
     """A forward pass in progress: its plan, this rank's arguments of the head, and the output of the head.
 
     `plan` is None for a padded batch. `rows` are the hidden states that the head takes (None: all). `collect` turns the
-    head's `[m, n]` into the caller's `[..., n]`. With `decoding` the head computes logits.
+    head's `[m, n]` into the caller's `[..., n]`; `columns` has the width of each output in it. With `decoding` the head
+    computes logits.
     """
 
     plan: BatchPlan | None
@@ -54,7 +55,7 @@ class Call:
     # The kind of each token [T] with the padding of the plan (0 text, 1 image, 2 video); None: by the token ids.
     token_types: Tensor | None = None
     decoding: bool = False
-    columns: tuple[str, ...] = ()
+    columns: dict[str, int] = field(default_factory=dict)
     head_output: Tensor | None = None
     thread: threading.Thread | None = None
 

@@ -270,6 +270,7 @@ class CallHooks:
             call.plan.cache.advance(call.plan.cu_seqlens)
         if call.head_output is None or call.decoding:
             return PackedOutput(logits=call.collect(output.logits.flatten(0, 1)))
-        columns = call.collect(call.head_output.flatten(0, -2)).unbind(-1)
+        columns = call.collect(call.head_output.flatten(0, -2)).split([*call.columns.values()], dim=-1)
         # Clones, because FSDP2 hooks into the tensors that the root returns, which must not be views of each other.
-        return PackedOutput(**{name: column.clone() for name, column in zip(call.columns, columns, strict=True)})
+        named = {name: column.squeeze(-1).clone() for name, column in zip(call.columns, columns, strict=True)}
+        return PackedOutput(**named)

@@ -21,7 +21,7 @@ from parallel_layers.module import without_autocast
 class FusedHead:
     """Replaces the `forward` of one `nn.Linear`: hidden `[..., H]` to `[..., n]`, n numbers per token.
 
-    The n columns are the log-prob and, on request, the entropy (with `scaling`), and the value (with `score`). The
+    The n columns are the log-prob and, on request, the entropy (with `scaling`), and the values (with `score`). The
     module stays in place, so FSDP2 gathers its weight as before, in the root or apart, and sees the tensor of the loss
     as the output of the head. The operation includes the family's soft-cap and scale of the logits. The model applies
     the same steps to the returned columns; that result is discarded.
@@ -68,11 +68,11 @@ class FusedHead:
             if result.entropy is not None:
                 columns["entropy"] = result.entropy
         if self.score is not None:
-            columns["values"] = _wide_product(hidden_TH, self.score).squeeze(-1)
-        call.columns = tuple(columns)
+            columns["values"] = _wide_product(hidden_TH, self.score)
+        call.columns = {name: column.shape[1] if column.dim() > 1 else 1 for name, column in columns.items()}
         shape = hidden.shape[:-1] if call.rows is None else (1, len(call.rows))
         # Keep the returned tensor itself: FSDP2 hooks the gathering of the weight for the backward into it.
-        call.head_output = torch.stack([column.view(shape) for column in columns.values()], dim=-1)
+        call.head_output = torch.cat([column.view(*shape, -1) for column in columns.values()], dim=-1)
         return call.head_output
 
 
@@ -111,15 +111,13 @@ def require_plain_head(head: nn.Module | None) -> nn.Linear:
 
 
 def require_token_classification(model: nn.Module) -> None:
-    """Raise unless the model is a ...ForTokenClassification with one label, which gives every token one score."""
+    """Raise unless the model is a ...ForTokenClassification, which gives every token its scores."""
     score = model.__dict__["_modules"].get("score")
     if not type(model).__name__.endswith("ForTokenClassification") or not isinstance(score, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has neither an output embedding nor a score for every token; load it with "
             "AutoModelForTokenClassification (the weights of a sequence classifier fit) or AutoModelForCausalLM"
         )
-    if score.out_features != 1:
-        raise ValueError(f"value_head=True needs one score a token, got {score.out_features}; load with num_labels=1")
 
 
 def new_score(hidden_size: int, like: Tensor) -> nn.Linear:

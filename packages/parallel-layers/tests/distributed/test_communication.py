@@ -115,6 +115,14 @@ def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
     return {"": lambda group: run(group, False), "sp": lambda group: run(group, True)}
 
 
+def values(sp: bool) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        head = pl.VocabParallelHead(HIDDEN, 2, group=group, sequence_parallel=sp, bias=True, replicated=True)
+        return head.values(tokens(group, sp))
+
+    return run
+
+
 def loss(function: Callable[..., Tensor], *labels: Tensor) -> dict[str, Case]:
     return {"": lambda group: function(numbers(TOKENS, VOCAB // group.size()), *labels, group=group, vocab_size=VOCAB)}
 
@@ -290,7 +298,8 @@ CASES: dict[str, dict[str, Case]] = {
     "linear_log_probs": head(pl.linear_log_probs),
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
-    ),
+    )
+    | {"values": values(False), "values, sp": values(True)},
     "vocab_parallel_log_probs": loss(vocab_parallel_log_probs, LABELS),
     "tp_invariant": {
         "row-parallel": row_parallel(False, invariant.tp_invariant),

@@ -60,6 +60,42 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks: RankPool, sp: bool, ti
         torch.testing.assert_close(each["log_probs"], expected.detach())
 
 
+def _values(group: ProcessGroup, labels: int, sp: bool, invariant: bool) -> tuple[Tensor, ...]:
+    """The values, and the gradients of the states, the weight and the bias."""
+    hidden, full, _ = problem()
+    dtype = torch.float32 if invariant else torch.float64
+    hidden, target = hidden.to(dtype), torch.linspace(-1, 1, TOKENS * labels).view(TOKENS, labels)
+    if sp:
+        hidden = hidden.chunk(group.size())[group.rank()].clone()
+    hidden.requires_grad_()
+    head = VocabParallelHead(HIDDEN, labels, group=group, sequence_parallel=sp, bias=True, replicated=True)
+    head.to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(full[:labels])
+        head.bias.copy_(torch.arange(labels))
+    values = head.values(hidden, tp_invariant=invariant)
+    (values * target).square().sum().backward()
+    return values.detach(), hidden.grad, head.weight.grad, head.bias.grad  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize(("sp", "invariant"), [(False, False), (True, False), (True, True)])
+def test_values_of_a_replicated_head(ranks: RankPool, labels: int, sp: bool, invariant: bool) -> None:
+    hidden, full, _ = problem()
+    hidden, weight = hidden.double().requires_grad_(), full[:labels].double().requires_grad_()
+    bias = torch.arange(labels, dtype=torch.float64).requires_grad_()
+    expected = F.linear(hidden, weight, bias)
+    target = torch.linspace(-1, 1, TOKENS * labels).view(TOKENS, labels)
+    (expected * target).square().sum().backward()
+    results = ranks.run(_values, labels, sp, invariant, world=2)
+    gradient = torch.cat([each[1] for each in results]) if sp else results[0][1]
+    torch.testing.assert_close(gradient, hidden.grad.to(gradient.dtype))  # type: ignore[union-attr]
+    for values, _, of_weight, of_bias in results:
+        for actual, wanted in ((values, expected.detach()), (of_weight, weight.grad), (of_bias, bias.grad)):
+            assert wanted is not None
+            torch.testing.assert_close(actual, wanted.to(actual.dtype))
+
+
 def test_errors_of_the_head() -> None:
     hidden, _, labels = problem()
     head = VocabParallelHead(HIDDEN, VOCAB, allocate_weight=False)
@@ -68,6 +104,10 @@ def test_errors_of_the_head() -> None:
         head(hidden, labels)
     with pytest.raises(ValueError, match=r"weight has shape \[9, 8\], but each rank's part of 7 entries is \[7, 8\]"):
         head(hidden, labels, torch.zeros(9, HIDDEN))
+    with pytest.raises(ValueError, match="build the head with replicated=True"):
+        VocabParallelHead(HIDDEN, VOCAB).values(hidden)
+    with pytest.raises(ValueError, match="bias=True needs replicated=True"):
+        VocabParallelHead(HIDDEN, VOCAB, bias=True)
 
 
 def _on_hidden(function: Callable[..., Any]) -> Callable[..., Any]:

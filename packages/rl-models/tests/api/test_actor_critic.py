@@ -277,7 +277,7 @@ def test_both_heads_read_one_pass_through_the_decoder(models: dict[str, Path]) -
     assert torch.equal(log_probs, alone.log_probs)
     assert alone.entropy is not None
     assert torch.equal(entropy, alone.entropy)
-    torch.testing.assert_close(values, model.score(model(packed).float())[:, 0])
+    torch.testing.assert_close(values, model.score.values(model(packed))[:, 0])
 
 
 def five_steps(group: ProcessGroup, path: Path) -> tuple[Tensor, Tensor]:

@@ -169,8 +169,8 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
     """Return the config.json of a save.
 
     `dtype` names the stored dtype, in the text and vision parts, too; multi-token-prediction layers are counted. A
-    language model without a class gets the family's. A value head has one label: the class is token classification for
-    a value model (sequence classification stays), and a causal language model with both heads.
+    language model without a class gets the family's. A value head has its labels in `id2label`: the class is token
+    classification for a value model (sequence classification stays), and a causal language model with both heads.
     """
     config = with_plain_weights(config)
     stored = {name: info for name, (_, info) in plan.tensors.items()}
@@ -195,8 +195,11 @@ def saved_config(layout: Layout, config: Config, plan: FilePlan) -> Config:
         return saved
     if not (layout.role == "value" and classifies_sequences(config)):
         saved["architectures"] = [class_name]
-    saved["id2label"] = {"0": "LABEL_0"}
-    saved["label2id"] = {"LABEL_0": 0}
+    labels = config.get("id2label") or {}
+    if len(labels) != layout.num_labels:
+        labels = {str(number): f"LABEL_{number}" for number in range(layout.num_labels)}
+    saved["id2label"] = labels
+    saved["label2id"] = {label: int(number) for number, label in labels.items()}
     saved.pop("num_labels", None)
     return saved
 

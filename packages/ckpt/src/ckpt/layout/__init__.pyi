@@ -15,4 +15,5 @@ from ckpt.layout.dtensors import on_this_rank as on_this_rank
 from ckpt.layout.families.entries import FAMILIES as FAMILIES
 from ckpt.layout.families.table import Target as Target
 from ckpt.layout.hub_layout import HubLayout as HubLayout
+from ckpt.layout.labels import labels_of as labels_of
 from ckpt.layout.pieces import Box as Box, extents as extents, full_box as full_box

@@ -31,8 +31,9 @@ class HubLayout(Layout):
     in_other_order: Collection[str]
 
     def __init__(self, config: Mapping[str, Any], role: Role, class_prefix: str, blocks: Mapping[str, Block]) -> None:
+        labels = next((blocks[name].shape[0] for name in blocks if name == "score.weight"), 1)
         try:
-            canonical = layout_for(dict(config), target="parallel", role=role).canonical
+            canonical = layout_for(dict(config), target="parallel", role=role, num_labels=labels).canonical
         except ValueError:
             canonical = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -51,6 +52,7 @@ class HubLayout(Layout):
             "canonical": tensors,
             "blocks": dict(blocks),
             "in_other_order": [name for name, block in blocks.items() if exchanged_names.intersection(block.names)],
+            "num_labels": labels,
             "kept": {},
         }
         for name, value in values.items():

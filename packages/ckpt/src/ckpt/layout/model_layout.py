@@ -32,6 +32,7 @@ from ckpt.layout.config import (
 from ckpt.layout.families import family_of
 from ckpt.layout.families.table import ROLES, TARGETS, Family, Layers, Role, Row, Target
 from ckpt.layout.families.towers import tower_names
+from ckpt.layout.labels import labels_of
 from ckpt.layout.layer_kinds import layer_kinds
 from ckpt.layout.pieces import Block, Canonical, Shape, other_order
 from ckpt.layout.place import Cost, Grid, LayerPlacement, Place, is_integer, place_layers, split_by_cost
@@ -56,6 +57,7 @@ class Layout:
         carried: Shapes of the tensors carried whole (a vision tower), read from a checkpoint.
         prediction_layers: The number of multi-token-prediction layers, which lie on the last stage.
         predicts: Whether these layers are computed: the last of several chunks then holds the embedding, too.
+        num_labels: The rows of the value head.
         transposes: Whether saves write the `transposable` matrices in the other order, as the source does
             (`ckpt.layout.pieces.other_order`).
         kept: Plans of transfers between ranks, kept for the next transfer of the same tensors.
@@ -74,6 +76,7 @@ class Layout:
     prediction_layers: int = 0
     predicts: bool = False
     transposes: bool = False
+    num_labels: int = 1
     _places: dict[Place, dict[str, Block]] = field(init=False, repr=False, compare=False, default_factory=dict)
     kept: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -112,7 +115,7 @@ class Layout:
     @functools.cached_property
     def text(self) -> Config:
         """The language model's configuration with its defaults filled in."""
-        return text_config(self.config)
+        return {**text_config(self.config), "num_labels": self.num_labels}
 
     @functools.cached_property
     def num_layers(self) -> int:
@@ -347,6 +350,7 @@ def layout_for(
     *,
     layers: LayerPlacement = None,
     vocab_multiple: int = 1,
+    num_labels: int | None = None,
 ) -> Layout:
     """Return the layout of a model on a target.
 
@@ -356,11 +360,12 @@ def layout_for(
             for multi-token-prediction layers.
         target: "parallel": the native layers (`rl_models.CausalLM`'s state dict); "megatron": a Megatron-Core 0.16
             GPTModel of the local spec; "megatron_te": of the Transformer Engine spec.
-        role: "causal_lm"; "value": no language-model head, but `score.weight` [1, H] (and `score.bias` where there is
-            one); or "causal_lm_with_value": both heads (target "parallel" alone).
+        role: "causal_lm"; "value": no language-model head, but `score.weight` [num_labels, H] (and `score.bias` where
+            there is one); or "causal_lm_with_value": both heads (target "parallel" alone).
         layers: The number of layers of each pipeline chunk; None: by cost (`ckpt.layout.place.split_by_cost`).
         vocab_multiple: Pad each rank's vocabulary rows up to a multiple of this (Megatron's
             `make_vocab_size_divisible_by`).
+        num_labels: The rows of a value head (None: as a checkpoint has them, else 1).
 
     Returns:
         The layout; `layout.at(Place(...))` gives a place's tensors.
@@ -373,7 +378,10 @@ def layout_for(
         config = Checkpoint(config)
     loaded = with_plain_weights(config.config if isinstance(config, Checkpoint) else load_config(config))
     family = family_of(loaded)
-    layout = Layout(family, target, role, loaded, layers, vocab_multiple)
+    labels = num_labels or 1
+    if isinstance(config, Checkpoint) and role != "causal_lm":
+        labels = labels_of(config, num_labels)
+    layout = Layout(family, target, role, loaded, layers, vocab_multiple, num_labels=labels)
     if not (family.carried or layout.may_predict) or not isinstance(config, Checkpoint):
         return layout
     shapes = config.shapes

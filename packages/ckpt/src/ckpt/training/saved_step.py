@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ckpt.files.contents import STATE
 from ckpt.layout.config import load_config
 from ckpt.layout.families.table import ROLES
+from ckpt.layout.labels import stored_labels
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import shapes_of
 from ckpt.training.boxes import open_boxes
@@ -51,20 +52,21 @@ def open_training(path: str | os.PathLike[str]) -> SavedStep:
         root, step = root.resolve().parent, step_of(root.resolve().name)
     folder, state, modified = open_step(root, step)
     files = open_boxes(folder, state["files"])
-    layout = _layout_of(folder, {name.removeprefix("model/") for name in files.pieces if name.startswith("model/")})
     shapes = shapes_of(piece for held in files.pieces.values() for _, piece in held)
     shapes = {name.removeprefix("model/"): shape for name, shape in shapes.items()}
+    weights = {name.removeprefix("model/") for name in files.pieces if name.startswith("model/")}
+    layout = _layout_of(folder, weights, stored_labels(shapes))
     towers = {name: shape for name, shape in shapes.items() if name.startswith(layout.family.carried_prefixes)}
     return SavedStep(folder, dataclasses.replace(layout, carried=towers), files, state, modified)
 
 
-def _layout_of(folder: Path, weights: Set[str]) -> Layout:
+def _layout_of(folder: Path, weights: Set[str], num_labels: int | None) -> Layout:
     """Return the layout of a training checkpoint's model, in the role whose tensors the checkpoint holds."""
     config = load_config(folder)
     if any(".lora_" in name for name in weights):
-        return layout_for(config, role="value" if "score.weight" in weights else "causal_lm")
+        return layout_for(config, role="value" if "score.weight" in weights else "causal_lm", num_labels=num_labels)
     for role in ROLES:
-        layout = layout_for(config, role=role).with_prediction_layers_of(weights)
+        layout = layout_for(config, role=role, num_labels=num_labels).with_prediction_layers_of(weights)
         language_model = {name for name in weights if not name.startswith(layout.family.carried_prefixes)}
         required = {name for name, canonical in layout.canonical.items() if not canonical.optional}
         if required <= language_model <= layout.canonical.keys():

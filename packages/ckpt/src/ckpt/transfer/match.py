@@ -10,6 +10,7 @@ from ckpt.files.folder import Checkpoint
 from ckpt.files.header import TensorInfo
 from ckpt.files.tensor_bytes import same_bytes
 from ckpt.layout.families.table import Family, Role
+from ckpt.layout.labels import stored_labels
 from ckpt.layout.model_layout import EMBEDDING, Layout, layout_for
 from ckpt.layout.pieces import Piece, Shape, full_box, other_order
 from ckpt.layout.place import Place
@@ -85,17 +86,17 @@ def match(checkpoint: Checkpoint, layout: Layout) -> Sources:
 
 
 def _refuse_classifier(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Refuse a classifier of several labels; a value head has one row."""
+    """Refuse a classifier of other labels than the layout has, such as one that is read as a language model."""
     hidden = layout.text.get("hidden_size")
     for name in _value_heads(layout.family) - {HEAD}:
         if name not in checkpoint.tensors:
             continue
         file, info = checkpoint.tensors[name]
-        if len(info.shape) == 2 and info.shape[0] != 1 and info.shape[1] == hidden:
+        if len(info.shape) == 2 and info.shape[0] != layout.num_labels and info.shape[1] == hidden:
             raise ValueError(
                 f"{checkpoint.path}: {name} has shape {info.shape} in {file.name}: a classifier of {info.shape[0]} "
-                "labels. A value or reward model has one label (num_labels=1), and a language model has none; pass "
-                "such a model"
+                f"labels, and the layout has {layout.num_labels}. A language model has none; load a classifier with "
+                "role='value', with the layout of its folder"
             )
 
 
@@ -238,8 +239,8 @@ def detect_role(checkpoint: Checkpoint) -> Role:
     A value head makes a value model, or a model of both roles if there is a language-model head, too, and the
     configuration names a causal language model.
     """
-    layout = layout_for(checkpoint.config, role="causal_lm_with_value")
     shapes = checkpoint.shapes
+    layout = layout_for(checkpoint.config, role="causal_lm_with_value", num_labels=stored_labels(shapes))
     score = layout.canonical["score.weight"]
     if not any(shapes.get(name) == score.shape for name in ("score.weight", *score.aliases)):
         return "causal_lm"

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from parallel_layers.distributed.collectives import reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
+from parallel_layers.distributed.collectives import (
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
 from parallel_layers.head.log_probs import LogProbs, linear_log_probs
 from parallel_layers.head.vocabulary import check_token_ids, vocab_range
 from parallel_layers.kernels.embedding import add_embedding_gradient_, embedding_gradient
+from parallel_layers.linear.invariant import linear as invariant_linear
 from parallel_layers.linear.low_rank import LowRank, enabled
 from parallel_layers.module.initialization import as_linear, fill_parameter_, normal
 from parallel_layers.module.parallel_module import ParallelModule
@@ -118,7 +124,10 @@ class _LookUp(torch.autograd.Function):
 
 
 class VocabParallelHead(ParallelModule):
-    """A language-model head with its vocabulary, padding and soft-cap.
+    """The head of a causal, value, reward or token-classification model: a linear from hidden states to V outcomes.
+
+    A language model calls the head for log-probs of labels. `values` are the outcomes themselves, for a value (V = 1),
+    several rewards, or the labels of tokens; these heads are `replicated`.
 
     Rank r holds the rows `r * n .. (r + 1) * n - 1` with `n = ceil(V / tp)`, as in `VocabParallelEmbedding`. Rows from
     V on are padding: zero, without effect on results and gradients. Communication as in `linear_log_probs`.
@@ -130,6 +139,8 @@ class VocabParallelHead(ParallelModule):
         sequence_parallel: Hidden states are this rank's tokens, `[T/tp, H]`.
         logit_scale: Factor on the logits.
         logit_softcap: Soft-cap of the scaled logits (Gemma 2); None for no cap.
+        bias: Add a bias `[V]` to the values, for a replicated head.
+        replicated: Every rank holds all rows and computes all values.
         allocate_weight: False for a tied head, which is called with the embedding's weight.
         counted: False for a second copy of a parameter that the gradient norm counts elsewhere (the tied head on the
             last stage of a pipeline).
@@ -147,6 +158,8 @@ class VocabParallelHead(ParallelModule):
         sequence_parallel: bool = False,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
+        bias: bool = False,
+        replicated: bool = False,
         allocate_weight: bool = True,
         counted: bool = True,
         dtype: torch.dtype | None = None,
@@ -156,22 +169,29 @@ class VocabParallelHead(ParallelModule):
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.group, self.sequence_parallel = group, sequence_parallel and group is not None
         self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
-        rows = -(-vocab_size // (1 if group is None else group.size()))
+        if bias and not replicated:
+            raise ValueError("bias=True needs replicated=True: linear_log_probs takes no bias")
+        self.replicated = replicated
+        rows = -(-vocab_size // (1 if group is None or replicated else group.size()))
         self.weight_shape = (rows, hidden_size)
         self.lora: LowRank | None
         self.register_module("lora", None)
         self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(vocab_size, dtype=dtype, device=device))
         if allocate_weight:
             self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=dtype, device=device))
-            if group is not None or not counted:
+            if (group is not None and not replicated) or not counted:
                 block = Block(*vocab_range(vocab_size, group), counted)
                 set_sharding(self, "weight", Sharding(group, 0, vocab_size, (block,)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw this rank's rows from U(-1/sqrt(H), 1/sqrt(H)) and set the padding to 0."""
-        if self.weight is not None:
-            fill_parameter_(self, "weight", shared_seed(), as_linear(self.hidden_size))
+        for name in ("weight", "bias"):
+            if getattr(self, name) is not None:
+                fill_parameter_(self, name, shared_seed(), as_linear(self.hidden_size))
 
     def effective_weight(self) -> Tensor:
         """Return the weight `[ceil(V/tp), H]` with the adapter merged; gradients flow to the adapter."""
@@ -181,6 +201,40 @@ class VocabParallelHead(ParallelModule):
     def run(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor) -> R:
         """Return `function(hidden, weight)` with the effective weight; FSDP2 can take this method as a forward."""
         return function(hidden, self.effective_weight())
+
+    def values(self, hidden: Tensor, *, tp_invariant: bool = False) -> Tensor:
+        """Return `hidden @ weight^T + bias` `[T, V]`, in fp32 or for fp64 states in fp64, on every rank.
+
+        `hidden` is `[T, H]`, under sequence parallelism `[T/tp, H]`. Backward: each rank contributes the gradients of
+        its own tokens, which are summed for the weight; the gradient of the values is the same on every rank.
+        Communication under sequence parallelism: one all-gather of the values.
+
+        Args:
+            hidden: The hidden states.
+            tp_invariant: Compute by `parallel_layers.invariant.linear`.
+
+        Raises:
+            ValueError: The head is not replicated.
+        """
+        if not self.replicated:
+            raise ValueError("a vocabulary-parallel head gives log-probs; build the head with replicated=True")
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        states, weight = hidden.to(dtype), self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.sequence_parallel:
+            weight = copy_to_tensor_parallel(weight, self.group)
+            bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
+        if tp_invariant:
+            values = invariant_linear(states, weight, bias)
+        elif self.vocab_size == 1:  # the sum of a matrix-vector product does not depend on the number of tokens
+            values = (states @ weight[0])[:, None]
+            values = values if bias is None else values + bias
+        else:
+            values = F.linear(states, weight, bias)
+        if self.sequence_parallel:
+            # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
+            values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
+        return values
 
     def forward(
         self,

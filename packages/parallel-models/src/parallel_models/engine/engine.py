@@ -33,7 +33,8 @@ from parallel_models.optimizers.interface import Optimizer, OptimizerOptions
 Role = Literal["causal_lm", "value", "causal_lm_with_value"]
 
 # The outputs of a model after each token of a packed batch, each [T] fp32 with padding: the log-prob of the next token
-# of the sequence (0 at its end) and the entropy of that choice, the value of the state, or all three.
+# of the sequence (0 at its end) and the entropy of that choice, the value of the state, or all three. A value model of
+# several labels has an output for each label.
 Outputs = tuple[Tensor, ...]
 
 # The names of a role's outputs.
@@ -135,6 +136,7 @@ class Engine(ABC):
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_sampling_mask: Whether the engine accepts `MicroBatch.sampling_mask`.
         distils: Whether the engine accepts `MicroBatch.distillation` and `returns_states`.
+        num_labels: The number of labels of the value head, with an output each.
         further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
             of the tokens 2, 3, ... places after each token.
         mtp_loss_scaling_factor: See `EngineOptions`.
@@ -160,6 +162,7 @@ class Engine(ABC):
     shares_prefixes: bool = False
     takes_sampling_mask: bool = True
     distils: bool = False
+    num_labels: int = 1
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0
     images: Images | None = None

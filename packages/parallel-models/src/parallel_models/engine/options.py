@@ -123,6 +123,8 @@ class EngineOptions:
             `be_deterministic`.
         lora: Low-rank adapters: `LoraOptions`, or a folder with an adapter of PEFT. The base is frozen;
             the adapters and a value head are trained. None: train all weights.
+        num_labels: The number of labels of a new value head: numbers for each token, such as several rewards or the
+            classes of a token (None: 1). A checkpoint with a value head says itself.
         base_format: The format of the frozen projections under `lora`: "fp8", with a scale for each block of 128 x 128
             (None: `dtype`). Every GEMM dequantises its weight again ("parallel" alone). Plain weights are quantized
             while they are loaded, and a checkpoint in block FP8 keeps its numbers.
@@ -144,6 +146,7 @@ class EngineOptions:
     deterministic: bool = False
     lora: Lora | None = None
     base_format: Literal["fp8"] | None = None
+    num_labels: int | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -162,8 +165,9 @@ class EngineOptions:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(COMPUTED)}")
         require_recompute(self.recompute)
         require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
-        if self.tiled_mlp is not None:
-            require_number("tiled_mlp", self.tiled_mlp, at_least=1, integer=True)
+        for name in ("tiled_mlp", "num_labels"):
+            if (number := getattr(self, name)) is not None:
+                require_number(name, number, at_least=1, integer=True)
         for name in ("keep_probabilities", "float8", "share_prefixes"):
             if (value := getattr(self, name)) not in (False, None, "auto") and self.tp_invariant:
                 raise ValueError(f"{name}={value!r} excludes tp_invariant=True; leave one of them out")
@@ -203,3 +207,4 @@ class EngineKeywords(TypedDict, total=False):
     deterministic: bool
     lora: Lora | None
     base_format: Literal["fp8"] | None
+    num_labels: int | None

@@ -29,7 +29,6 @@ from parallel_layers import (
 from parallel_layers.attention import gather_sequence, repeated_rows
 from parallel_layers.data import SharedPrefixes
 from parallel_layers.distributed import (
-    copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
 )
@@ -361,37 +360,32 @@ class CausalLM(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """A value model: the linear head `score` gives one number per token.
+    """A value model: the linear head `score` gives `num_labels` numbers per token, one output each.
 
-    Hugging Face calls it a model for token classification with one label. A reward model, whose config describes a
-    model for sequence classification, has a head without bias. The head is replicated over the tensor-parallel group
-    and computes in `output_dtype`; under sequence parallelism each rank computes its own tokens.
+    Hugging Face calls it a model for token classification. A reward model, whose config describes a model for sequence
+    classification, has a head without bias. The head is replicated over the tensor-parallel group; under sequence
+    parallelism each rank computes its own tokens.
     """
 
-    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
+    def __init__(self, config: ModelConfig, *, num_labels: int = 1, **options: Unpack[ModelOptions]) -> None:
         super().__init__(config, **options)
         if self.chunks[-1].last:
-            bias, dtype = not classifies_sequences(config.hf), options.get("dtype")
-            self.score = nn.Linear(config.decoder.hidden_size, 1, bias=bias, dtype=dtype, device=options.get("device"))
+            self.score = VocabParallelHead(
+                config.decoder.hidden_size,
+                num_labels,
+                group=self.group,
+                sequence_parallel=self.sequence_parallel,
+                bias=not classifies_sequences(config.hf),
+                replicated=True,
+                dtype=options.get("dtype"),
+                device=options.get("device"),
+            )
 
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
-        dtype = torch.promote_types(inputs.states.dtype, torch.float32)
-        states, weight, rows = inputs.states.to(dtype), self.score.weight.to(dtype), inputs.rows
-        bias = None if self.score.bias is None else self.score.bias.to(dtype)
-        if self.sequence_parallel:
-            weight = copy_to_tensor_parallel(weight, self.group)
-            bias = None if bias is None else copy_to_tensor_parallel(bias, self.group)
-        if self.tp_invariant:
-            values = invariant.linear(states, weight, bias)
-            values = values[:, 0].clone()  # FSDP2 warns of views
-        else:
-            values = states @ weight[0]
-            values = values if bias is None else values + bias
-        if self.sequence_parallel:
-            # Every rank computes the same loss from all values, so the backward takes this rank's gradients.
-            values = gather_from_sequence_parallel(values, self.group, reduce_gradient=False)
+        values, rows = self.score.values(inputs.states, tp_invariant=self.tp_invariant), inputs.rows
         values = self._gather_context(values) if rows is None else repeated_rows(values, rows)
-        return values, *super()._outputs(inputs)
+        # Clones: FSDP2 warns of views.
+        return *(column.clone() for column in values.unbind(1)), *super()._outputs(inputs)
 
 
 class CausalLMWithValue(CausalLM, ValueModel):

@@ -179,7 +179,7 @@ def _build_model(
     split = options.pipeline.split
     if base is not None and grid.dims.pp > 1:  # by cost, another head might divide the layers in another way
         split = [len(layers) for layers in base.layout.chunk_layers(places[0].grid)]
-    layout = ckpt.layout_for(checkpoint, target="parallel", role=role, layers=split)
+    layout = ckpt.layout_for(checkpoint, target="parallel", role=role, layers=split, num_labels=options.num_labels)
     require_predictions(layout, options)
     layout = replace(layout, predicts=options.mtp_loss_scaling_factor > 0)
     model_options: ModelOptions = {
@@ -201,7 +201,8 @@ def _build_model(
         # The checkpoint replaces all parameters: do not initialise them.
         "device": "meta",
     }
-    model = MODELS[role](config, **model_options)
+    labels = {} if role == "causal_lm" else {"num_labels": layout.num_labels}
+    model = MODELS[role](config, **model_options, **labels)
     if base is not None and layout.family.tower:
         raise ValueError(
             f"{checkpoint.path} has a vision tower, which models cannot share; load the second model separately"

@@ -70,7 +70,8 @@ class ParallelEngine(Engine):
         self.layout, self.places, self.grid, self.options = layout, places, grid, options
         self.images = self.vision = vision
         self.vocab_size = model.config.vocab_size
-        self._num_outputs = len(OUTPUTS[layout.role])
+        self.num_labels = layout.num_labels
+        self._num_outputs = len(OUTPUTS[layout.role]) + layout.num_labels - 1
         self.shares_prefixes = options.share_prefixes
         self.distils = grid.dims.pp == 1 and not options.share_prefixes
         self.tokens_multiple_of = model.tokens_multiple_of

@@ -22,14 +22,19 @@ class Critic(Worker):
 
     @dispatched(per_token)
     def values(self, batch: Batch) -> Tensor:
-        """Return the value of the state before each token, `[T]` fp32 without gradient; 0 for each first token."""
+        """Return the value of the state before each token, `[T]` fp32 without gradient; 0 for each first token.
+
+        With L labels (`num_labels`) the result is `[T, L]`.
+        """
         return self.predict(batch)["values"]
 
     @dispatched(per_sequence)
     def rewards(self, batch: Batch) -> Tensor:
         """Return the value after the last token of each sequence, `[N]` fp32 without gradient; 0 without tokens.
 
-        This is the reward of a reward model: a checkpoint of transformers' sequence classification with one label,
+        With L labels the result is `[N, L]`, such as L rewards.
+
+        This is the reward of a reward model: a checkpoint of transformers' sequence classification,
         which a critic loads. Each sequence counts one token more towards `max_tokens_per_micro_batch`.
         """
         require_batch(batch)

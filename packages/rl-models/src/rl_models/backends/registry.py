@@ -59,6 +59,7 @@ BACKENDS: dict[str, Backend] = {
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",
             "mtp_loss_scaling_factor": "its models have no multi-token-prediction layers",
             "base_format": "Megatron-Core's linears compute in the dtype of their weights",
+            "num_labels": "its value heads have one label",
         },
         {
             "algorithm": "Megatron-Core has AdamW here",
@@ -167,6 +168,10 @@ def load_engine(
     """
     entry = offered(backend, role, grid)
     require_options(backend, options)
+    if options.num_labels is not None and role == "causal_lm":
+        raise ValueError(
+            f"num_labels={options.num_labels} is of a value head, which an Actor lacks; leave it out, or load a Critic"
+        )
     # Imported on demand: transformers takes seconds to import, and the native backend does not need it.
     try:
         module = importlib.import_module(entry.module)

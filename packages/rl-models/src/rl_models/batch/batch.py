@@ -274,12 +274,14 @@ class Batch:
         numbers = iter(self[name][self.first].tolist())
         return [next(numbers) if length else -1 - n for n, length in enumerate(self.lengths)]
 
-    def with_ends(self) -> Batch:
+    def with_ends(self, labels: Tensor | None = None) -> Batch:
         """Return each sequence with its last token repeated; the mask has the added tokens alone.
 
-        A number at an added token belongs to the whole sequence: the value there describes the state after the
-        sequence, see `Critic.rewards`. Fields repeat their last row; a sampling mask is left out. A sequence
-        without tokens gets the token 0, which is outside of the mask.
+        The value at an added token describes the state after the sequence, see `Critic.rewards`. Fields repeat their
+        last row; a sampling mask is left out. A sequence without tokens gets the token 0, outside of the mask.
+
+        With `labels` `[T]` (-100: none), as for a process reward model, the mask has the token behind each labelled
+        token, whose value describes the state after it, and the field `labels` has the label there.
         """
 
         def repeat_last(tensor: Tensor) -> Tensor:
@@ -290,6 +292,9 @@ class Batch:
             return torch.cat(rows) if rows else tensor
 
         longer = self._map(repeat_last, tuple(length + 1 for length in self.lengths), self.visual)
+        if labels is not None:
+            behind = torch.cat([labels[:0], *(x for row in self.split(labels) for x in (row.new_tensor([-100]), row))])
+            return replace(longer.with_fields(labels=behind), mask=behind != -100)
         is_end = torch.zeros_like(longer.mask)
         is_end[[end - 1 for end, length in zip(accumulate(longer.lengths), self.lengths, strict=True) if length]] = True
         return replace(longer, mask=is_end)
@@ -311,10 +316,10 @@ class Batch:
         return [tokens[mask] for tokens, mask in zip(self.split(), self.split("mask"), strict=True)]
 
     def sum_by_sequence(self, per_token: Tensor) -> Tensor:
-        """Sum a `[T]` tensor over the masked tokens of each sequence, `[N]`."""
+        """Sum a `[T, ...]` tensor over the masked tokens of each sequence, `[N, ...]`."""
         self._require_per_token(per_token)
-        masked = torch.where(self.mask, per_token, 0)
-        return masked.new_zeros(len(self)).index_add(0, self.sequence_ids, masked)
+        masked = per_token[self.mask]
+        return per_token.new_zeros(len(self), *per_token.shape[1:]).index_add(0, self.sequence_ids[self.mask], masked)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device; images stay on the CPU."""

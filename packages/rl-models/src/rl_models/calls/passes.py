@@ -50,10 +50,11 @@ def predict(
     record_routing: bool,
     states: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return the engine's outputs without gradients, each `[T]` fp32, aligned with their token, in the batch's order.
+    """Return the engine's outputs without gradients, fp32, aligned with their token, in the batch's order.
 
-    With `record_routing` the last result is the routing `[T, M, k]`. With `states` the only result is the hidden states
-    `[T, H]` that predict each token, in the model's dtype.
+    Each is `[T]`, and the values of several labels are `[T, num_labels]`. With `record_routing` the last result is the
+    routing `[T, M, k]`. With `states` the only result is the hidden states `[T, H]` that predict each token, in the
+    model's dtype.
     """
     divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, states=states).divide(call)
     outputs = engine.forward(divided.micro_batches)
@@ -66,6 +67,7 @@ def predict(
     for positions, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         for result, column in zip(results, output, strict=True):
             result[positions] = _shift_to_own_token(column, micro_batch.inputs.batch).to(result.dtype)
+    results = results if states else _by_head(results, engine.num_labels)
     if record_routing:
         tables = [micro_batch.replay for micro_batch in divided.micro_batches]
         return *results, recorded(tables, divided.positions, batch.num_tokens)
@@ -217,6 +219,13 @@ def _with_fields_of_first_peer(batch: Batch, grid: Grid) -> Batch:
     return batch.with_fields(**fields)
 
 
+def _by_head(outputs: Outputs, num_labels: int) -> Outputs:
+    """Return the outputs with the values of several labels, the last ones, as one tensor `[T, num_labels]`."""
+    if num_labels == 1:
+        return outputs
+    return *outputs[:-num_labels], torch.stack(outputs[-num_labels:], dim=-1)
+
+
 def _shift_to_own_token(per_token: Tensor, batch: Batch) -> Tensor:
     """Return `result[t] = per_token[t - 1]`, and 0 for the first token of each sequence.
 
@@ -236,6 +245,7 @@ class _LossSum:
 
     def __init__(self, loss: LossFunction, engine: Engine, count: int) -> None:
         self.loss, self._progress, self._count, self._begun = loss, engine.progress, count, 0
+        self._num_labels = engine.num_labels
         self._further, self._mtp_factor = engine.further_outputs, engine.mtp_loss_scaling_factor
         self.sums: dict[str, Tensor] = {}
         self.error: Exception | None = None
@@ -260,7 +270,7 @@ class _LossSum:
             divergence = torch.where(batch.mask, _shift_to_own_token(outputs[role], batch), 0)
             batch = batch.with_fields(divergence=divergence)
         arguments = tuple(torch.where(batch.mask, _shift_to_own_token(output, batch), 0) for output in outputs[:role])
-        terms = _require_terms(self.loss(*arguments, batch), batch)
+        terms = _require_terms(self.loss(*_by_head(arguments, self._num_labels), batch), batch)
         if self._further and terms.loss.requires_grad:
             terms += self._mtp_terms(outputs[len(outputs) - self._further :], batch)
         reported = _reported(terms, batch)

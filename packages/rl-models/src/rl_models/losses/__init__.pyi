@@ -22,4 +22,4 @@ from rl_models.losses.policy import (
 )
 from rl_models.losses.preference import bradley_terry as bradley_terry, dpo as dpo, kto as kto, simpo as simpo
 from rl_models.losses.terms import LossTerms as LossTerms
-from rl_models.losses.value import value_clip as value_clip
+from rl_models.losses.value import label_cross_entropy as label_cross_entropy, value_clip as value_clip

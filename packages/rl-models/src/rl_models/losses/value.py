@@ -1,4 +1,4 @@
-"""The value loss of the critic."""
+"""The losses of values: the critic's, and the labels of tokens."""
 
 from __future__ import annotations
 
@@ -39,3 +39,30 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     with torch.no_grad():
         metrics = {"value_clip_fraction": (clipped > free).float(), "value_error": free.detach()}
     return LossTerms(0.5 * torch.maximum(free, clipped), metrics)
+
+
+def label_cross_entropy(values: Tensor, labels: Tensor) -> LossTerms:
+    """Compute the cross-entropy of labels at given tokens, as for a process reward model (Lightman et al. 2023,
+    arXiv:2305.20050).
+
+        term_t = -log softmax(values_t)[labels_t]                 of L labels
+        term_t = -log sigmoid(values_t) or -log sigmoid(-values_t)   of one number, labels 1 and 0
+
+    Args:
+        values: `[T, L]`, or `[T]` of one label, of a `Critic` on `batch.with_ends(labels)`; receives the gradient.
+        labels: `[T]` integers, -100 for tokens without a label, whose terms are 0.
+
+    Metrics: `label_accuracy`, the share of tokens whose label has the largest value.
+
+    Raises:
+        ValueError: The shapes differ, or a label is outside 0..L-1 (of one number: 0 and 1).
+    """
+    same_shape(labels=labels, values=values if values.dim() == 1 else values[:, 0])
+    logits = values if values.dim() > 1 else torch.stack([torch.zeros_like(values), values], dim=1)
+    labelled, classes = labels != -100, logits.shape[1]
+    if wrong := labels[labelled & ((labels < 0) | (labels >= classes))].tolist():
+        raise ValueError(f"labels {wrong[:8]} are outside 0..{classes - 1}; use -100 for tokens without a label")
+    index = torch.where(labelled, labels, 0).long()
+    terms = torch.where(labelled, -logits.log_softmax(-1).gather(1, index[:, None])[:, 0], 0)
+    correct = labelled & (logits.argmax(-1) == index)
+    return LossTerms(terms, {"label_accuracy": correct.to(terms).detach()})

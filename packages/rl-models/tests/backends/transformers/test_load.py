@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
-from rl_models import Actor, Critic
+from rl_models import Actor, Batch, Critic
 
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 
@@ -59,6 +61,10 @@ def test_weights_of_integers_are_named(tiny: Callable[..., Path], tmp_path: Path
         Actor.from_pretrained(tmp_path, backend="transformers", device="cpu")
 
 
-def test_a_reward_model_of_several_labels_is_named(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"wrong shape for score.weight: \(2, 32\) where the model has \(1, 32\)"):
-        Critic.from_pretrained(tiny("reward", num_labels=2), backend="transformers", device="cpu")
+def test_a_reward_model_of_several_rewards(tiny: Callable[..., Path]) -> None:
+    folder, ids = tiny("reward", num_labels=2), torch.tensor([3, 5, 7])
+    model = AutoModelForSequenceClassification.from_pretrained(folder, pad_token_id=0).eval()
+    for backend in ("transformers", "parallel"):
+        critic = Critic.from_pretrained(folder, backend=backend, device="cpu")
+        rewards = critic.rewards(Batch.from_sequences([ids]))
+        torch.testing.assert_close(rewards, model(input_ids=ids[None]).logits.detach(), rtol=0, atol=1e-5)

@@ -297,7 +297,10 @@ class TrainOptions(Options):
     rewards: RewardOptions = Field(default_factory=RewardOptions)
     critic: CriticOptions = Field(default_factory=CriticOptions)
     engine: Free[
-        Annotated[BackendOptions, Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses"))]
+        Annotated[
+            BackendOptions,
+            Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses", "num_labels")),
+        ]
     ] = Field(default_factory=BackendOptions)
     optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
         Field(default_factory=OptimizerOptions)

@@ -52,8 +52,8 @@ _GEMMA = (*ENDS, *_GEMMA_NORMS, *ATTENTION, *GATED_MLP)
 _APERTUS_MLP = (
     Row({"mlp.up_proj.weight": "I/tp H"}, "mlp.linear_fc1.weight"),
     Row({"mlp.down_proj.weight": "H I/tp"}, "mlp.linear_fc2.weight"),
-    Row({"mlp.act_fn.alpha_p": "L"}, "mlp.activation_func.alpha_p"),
-    Row({"mlp.act_fn.alpha_n": "L"}, "mlp.activation_func.alpha_n"),
+    Row({"mlp.act_fn.alpha_p": "ONE"}, "mlp.activation_func.alpha_p"),
+    Row({"mlp.act_fn.alpha_n": "ONE"}, "mlp.activation_func.alpha_n"),
     Row({"mlp.act_fn.beta": ""}, "mlp.activation_func.beta", optional=True),
     Row({"mlp.act_fn.eps": ""}, "mlp.activation_func.eps", optional=True),
 )

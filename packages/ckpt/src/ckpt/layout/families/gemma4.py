@@ -25,7 +25,7 @@ _LAYERS = (
         Row({f"{name}_layernorm.weight": "H"})
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
     ),
-    Row({"layer_scalar": "L"}),
+    Row({"layer_scalar": "ONE"}),
     # Layers that reuse keys and values may have an MLP of twice the width.
     gate_up("mlp", "weight", "I2/tp H", layers="wide"),
     Row({"mlp.down_proj.weight": "H I2/tp"}, layers="wide"),

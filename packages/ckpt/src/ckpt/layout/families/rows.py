@@ -8,6 +8,9 @@ _EMBEDDING = {"model.embed_tokens.weight": "V/tp H"}
 _WITH_HEAD: tuple[Role, ...] = ("causal_lm", "causal_lm_with_value")
 _WITH_VALUE: tuple[Role, ...] = ("value", "causal_lm_with_value")
 
+# The names that files may give a value head.
+VALUE_HEADS = ("score.weight", "v_head.summary.weight", "v_head.weight", "reward_head.weight")
+
 ENDS = (
     Row(_EMBEDDING, "embedding.word_embeddings.weight", where="first", tied="no"),
     Row(_EMBEDDING, "embedding.word_embeddings.weight", where="first", tied="yes", aliases=("lm_head.weight",)),
@@ -20,7 +23,7 @@ ENDS = (
         where="last",
         roles=_WITH_VALUE,
         optional=True,
-        aliases=("v_head.summary.weight", "v_head.weight", "reward_head.weight", "lm_head.weight"),
+        aliases=(*VALUE_HEADS[1:], "lm_head.weight"),
     ),
     Row(
         {"score.bias": "L"},

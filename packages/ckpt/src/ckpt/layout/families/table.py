@@ -59,7 +59,8 @@ SIZES = {
     "V": Size("vocab_size", pad=True),
     "H": Size("hidden_size"),
     "HH": Size("hidden_size", unit="2"),
-    "L": Size("1"),  # one row of a value head
+    "L": Size("num_labels"),  # the rows of a value head
+    "ONE": Size("1"),
     # Attention: heads, queries, keys or values.
     "D": Size("head_dim"),
     "N": Size("num_attention_heads"),

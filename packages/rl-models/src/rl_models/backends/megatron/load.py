@@ -155,6 +155,11 @@ def _build(
     if base is not None:  # by cost, another head might divide the layers in another way
         split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
     layout = ckpt.layout_for(checkpoint, target=TARGETS[options.megatron.layers], role=role, layers=split)
+    if layout.num_labels > 1:
+        raise ValueError(
+            f"{checkpoint.path} has a value head of {layout.num_labels} labels, and backend='megatron' has heads of "
+            "one; use backend='parallel'"
+        )
     if virtual_stages > 1:
         layout = ChunkedLayout.of(layout)
     extra: dict[str, Any] = {}

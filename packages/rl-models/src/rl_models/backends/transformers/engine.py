@@ -63,6 +63,7 @@ class TransformersEngine(Engine):
         self.model, self.patch, self.role, self.grid = model, patched, role, grid
         self.files = files
         self.images = None if patched.visual is None else Images(model.config, patched.visual)
+        self.num_labels = 1 if role == "causal_lm" else model.score.out_features
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.routed_layers = list(patched.routers)
         self.num_experts = max((len(router.get_parameter("weight")) for router in patched.routers.values()), default=0)
@@ -90,7 +91,8 @@ class TransformersEngine(Engine):
         if self.role != "value":
             arguments |= {"temperature": micro_batch.temperature, "entropy": True, "sampling_mask": mask}
         output = self.model(**arguments)
-        outputs = tuple(getattr(output, name) for name in OUTPUTS[self.role])
+        columns = (getattr(output, name) for name in OUTPUTS[self.role])
+        outputs = tuple(x for column in columns for x in (column.unbind(1) if column.dim() > 1 else (column,)))
         return outputs if shared is None else whole_outputs(shared, outputs, micro_batch.prompts)
 
     def drop_gradients(self) -> None:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 
 import ckpt
 from ckpt import Checkpoint, agree
-from ckpt.layout import HEADS, classifies_sequences, quantization_of
+from ckpt.layout import HEADS, classifies_sequences, labels_of, quantization_of
 from ckpt.transfer import load_blocks
 from hf_patches import FAMILIES, Patch, TensorParallel, decoder_layers, patch
 from parallel_models import Adapters, EngineOptions, Grid, Role
@@ -34,7 +34,9 @@ from rl_models.backends.transformers.slices import UnloadedModel, allocate, fill
 _SCORE = r"score\.(weight|bias)"
 
 
-def _from_config(config: PreTrainedConfig, role: Role) -> tuple[Callable[..., PreTrainedModel], dict[str, str]]:
+def _from_config(
+    config: PreTrainedConfig, role: Role, num_labels: int
+) -> tuple[Callable[..., PreTrainedModel], dict[str, str]]:
     """Return the function that makes a role's model, and the options of `model_without_memory`.
 
     A value model of text has no head of a language model. A model that sees images keeps that head, beside the value
@@ -50,7 +52,7 @@ def _from_config(config: PreTrainedConfig, role: Role) -> tuple[Callable[..., Pr
             "language model of this type; use backend='parallel'"
         )
     language_model = auto._model_mapping[type(config)]
-    config.num_labels = 1
+    config.num_labels = num_labels
     if role == "value" and not sees:
         names = {"may_lack": _SCORE, "may_have": r"(lm_head|embed_out)\.weight"}
         return _token_classification(language_model)._from_config, names
@@ -72,9 +74,8 @@ def _with_score(language_model: Any) -> Any:
     """Return a class of language models with a value head `score` beside its own head."""
 
     def build(self: Any, config: Any, *args: Any, **options: Any) -> None:
-        config.num_labels = 1
         language_model.__init__(self, config, *args, **options)
-        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels)
 
     # Under the name of transformers' own class, which a saved config names and conversions of tensors go by.
     members = {"__init__": build, "__module__": language_model.__module__}
@@ -147,7 +148,8 @@ def _build(checkpoint: Checkpoint, role: Role, grid: Grid, options: EngineOption
     config = _readable_config(checkpoint)
     # Stay in evaluation mode: with dropout the policy that learns would differ from the policy that acted.
     dtype = options.dtype or stored_dtype(checkpoint)
-    from_config, load_options = _from_config(config, role)
+    labels = 1 if role == "causal_lm" else labels_of(checkpoint, options.num_labels)
+    from_config, load_options = _from_config(config, role, labels)
     predicting = [rf"(.*\.)?{re.escape(layer)}.*" for layer in prediction_layers(checkpoint)]
     load_options["may_have"] = "|".join([load_options.get("may_have", "$^"), *predicting])
     unpatched = model_without_memory(from_config, config, checkpoint, dtype, grid.device, **load_options)
