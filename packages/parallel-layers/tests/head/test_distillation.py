@@ -292,6 +292,22 @@ def test_largest_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 * weight.numel() <= max(allocations) <= 4 * max(1 << 18, weight.numel())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reverse_kl", "jensen_shannon"])
+def test_compiles_without_a_graph_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", 1 << 20)
+    *tensors, upstream = problem(9, 41)
+    log_probs, ids = materialised_log_probs(*tensors[2:]).topk(3)
+    for teacher in (TeacherHead(*tensors[2:]), TeacherTopK(ids, log_probs)):
+
+        def divergence(hidden: Tensor, weight: Tensor, teacher: TeacherHead | TeacherTopK = teacher) -> Tensor:
+            return linear_distillation(hidden * 2, weight, teacher, divergence=name, **KINDS[name])
+
+        torch._dynamo.reset()
+        compiled = torch.compile(divergence, fullgraph=True, backend="aot_eager")
+        assert_same(results(compiled, *tensors[:2], upstream), results(divergence, *tensors[:2], upstream))
+
+
 HIDDEN, WEIGHT, TEACHER_HIDDEN, TEACHER_WEIGHT, _ = problem(9, 33)
 HEAD = TeacherHead(TEACHER_HIDDEN, TEACHER_WEIGHT)
 TOP_K = TeacherTopK(torch.zeros(9, 1, dtype=torch.int64), torch.zeros(9, 1))
