@@ -72,7 +72,7 @@ def test_sums_and_gradients(device: torch.device, name: str) -> None:
         assert ((actual.double() - expected).abs() <= relative * scale).all()
     if divergence.mixes:
         sums = torch.ones(2, TOKENS, device=device)
-        kernels.add_mixture_sums_(sums, *sides, (rows[0], rows[1]), divergence)
+        kernels.add_mixture_sums_(sums, *sides, torch.stack(rows[:2]), divergence)
         of_teacher = divergence.teacher * terms.p * (terms.log_p - terms.log_m)
         of_student = divergence.student * terms.q * (terms.log_q - terms.log_m)
         exact = torch.stack(((of_teacher + of_student).sum(1), terms.c.sum(1)))
@@ -100,5 +100,5 @@ def test_what_is_nan_and_what_is_not(device: torch.device) -> None:
         assert gradient.isnan().any(dim=1).tolist() == nan
         if divergence.mixes:
             sums = torch.zeros(2, TOKENS, device=device)
-            kernels.add_mixture_sums_(sums, *sides, rows[:2], divergence)
+            kernels.add_mixture_sums_(sums, *sides, logsumexps, divergence)
             assert sums.isnan().any(dim=0).tolist() == nan

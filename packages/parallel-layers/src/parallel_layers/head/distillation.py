@@ -43,7 +43,8 @@ def linear_distillation(
     By teacher:
 
     - `TeacherHead`: over the whole vocabulary. Tiles of it hold the logits of both sides, each transformed as in
-      `linear_log_probs`. The KL divergences take one pass over them, the others two; the backward recomputes the tiles.
+      `linear_log_probs`. The forward takes one pass over them, or two for a mixture where teacher's rows are sent or
+      heads are converted; the backward recomputes the tiles.
     - `TeacherTopK`: over K + 1 outcomes, the listed tokens and all others together. This is a lower bound of the
       divergence over the vocabulary (data-processing inequality). The teacher's last outcome has the mass that the
       listed tokens leave, at least the dtype's epsilon.

@@ -13,7 +13,8 @@ token (rows of a `[6, T]` tensor), of the teacher's logits x and the student's z
 
     max x    sum_j P_j    sum_j P_j (X_j - Z_j)    max z    sum_j Q_j    sum_j Q_j (Z_j - X_j)
 
-where X = x - max x, P = e^X, Z = z - max z and Q = e^Z. Other mixtures need a second pass.
+where X = x - max x, P = e^X, Z = z - max z and Q = e^Z. Other mixtures need a second pass, or tiles with
+all entries of a token.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N sets to merge.
 """
@@ -68,13 +69,16 @@ def pair_statistics(pair: Pair) -> Tensor:
     """Return the statistics `[6, T]` of this rank's logits."""
     statistics = empty_statistics(pair.student.hidden_TH)
     for tile in tiles_of(pair):
-        merged = statistics[:, tile.tokens]
-        if use_triton(*tile.products):
-            kernels.add_statistics_(merged, *_kernel_sides(tile, pair))
-        else:
-            parts = torch.stack((merged, logit_statistics(*tile.logits(pair)[0])))
-            merged.copy_(merge_pair_statistics(parts))
+        _add_statistics_(statistics[:, tile.tokens], tile, pair)
     return statistics
+
+
+def _add_statistics_(statistics_6T: Tensor, tile: Tile, pair: Pair) -> None:
+    if use_triton(*tile.products):
+        kernels.add_statistics_(statistics_6T, *_kernel_sides(tile, pair))
+    else:
+        parts = torch.stack((statistics_6T, logit_statistics(*tile.logits(pair)[0])))
+        statistics_6T.copy_(merge_pair_statistics(parts))
 
 
 def empty_statistics(hidden_TH: Tensor) -> Tensor:
@@ -162,27 +166,50 @@ def logit_terms(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> _Terms:
     return _Terms(p, q, finite_p, finite_q, log_m, c)
 
 
-def _log_probs(tile: Tile, pair: Pair, constants: Constants) -> tuple[Tensor, Tensor, Tensor | float]:
+def _log_probs(tile: Tile, pair: Pair, logsumexps_2T: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return both sides' log-probs, and the derivative of the student's logits by the raw products."""
     (x, z), derivative = tile.logits(pair)
-    return x.sub_(constants.teacher[tile.tokens, None]), z.sub_(constants.student[tile.tokens, None]), derivative
+    return x.sub_(logsumexps_2T[0, :, None]), z.sub_(logsumexps_2T[1, :, None]), derivative
 
 
-def mixture_sums(pair: Pair, constants: Constants, divergence: Divergence) -> Tensor:
+def mixture_sums(pair: Pair, logsumexps_2T: Tensor, divergence: Divergence) -> Tensor:
     """Return this rank's part of D and of the sum of c, `[2, T]`, for a mixture that mixes."""
-    sums = constants.student.new_zeros(2, len(constants.student))
+    sums = torch.zeros_like(logsumexps_2T)
     for tile in tiles_of(pair):
-        if use_triton(*tile.products):
-            logsumexps = constants.teacher[tile.tokens], constants.student[tile.tokens]
-            kernels.add_mixture_sums_(sums[:, tile.tokens], *_kernel_sides(tile, pair), logsumexps, divergence)
-            continue
-        log_p, log_q, _ = _log_probs(tile, pair, constants)
-        terms = logit_terms(log_p, log_q, divergence)
-        of_teacher = divergence.teacher * terms.p * (terms.log_p - terms.log_m)
-        of_student = divergence.student * terms.q * (terms.log_q - terms.log_m)
-        sums[0, tile.tokens] += (of_teacher + of_student).sum(dim=1)
-        sums[1, tile.tokens] += terms.c.sum(dim=1)
+        _add_mixture_sums_(sums[:, tile.tokens], tile, pair, logsumexps_2T[:, tile.tokens], divergence)
     return sums
+
+
+def _add_mixture_sums_(sums_2T: Tensor, tile: Tile, pair: Pair, logsumexps_2T: Tensor, divergence: Divergence) -> None:
+    if use_triton(*tile.products):
+        kernels.add_mixture_sums_(sums_2T, *_kernel_sides(tile, pair), logsumexps_2T, divergence)
+        return
+    log_p, log_q, _ = _log_probs(tile, pair, logsumexps_2T)
+    terms = logit_terms(log_p, log_q, divergence)
+    of_teacher = divergence.teacher * terms.p * (terms.log_p - terms.log_m)
+    of_student = divergence.student * terms.q * (terms.log_q - terms.log_m)
+    sums_2T += torch.stack(((of_teacher + of_student).sum(dim=1), terms.c.sum(dim=1)))
+
+
+def mixture_by_tokens(
+    pair: Pair, divergence: Divergence, rows_of_rank: int, merge: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps of both sides and the result of `mixture_sums`, `[2, T]` each, in one pass.
+
+    A tile has all of this rank's entries of some tokens, see `tiles_of`; `merge` merges the statistics of the ranks.
+    """
+    hidden = pair.student.hidden_TH
+    logsumexps = hidden.new_empty(2, len(hidden), dtype=wide(hidden.dtype))
+    sums = torch.zeros_like(logsumexps)
+    for tile in tiles_of(pair, rows_of_rank=rows_of_rank):
+        statistics = empty_statistics(tile.operands[0])
+        # The functions in torch overwrite the products.
+        copy = tile if use_triton(*tile.products) else tile._replace(products=tuple(x.clone() for x in tile.products))
+        _add_statistics_(statistics, copy, pair)
+        of_tile = logsumexps[:, tile.tokens]
+        of_tile.copy_(finish_pair_statistics(merge(statistics))[0])
+        _add_mixture_sums_(sums[:, tile.tokens], tile, pair, of_tile, divergence)
+    return logsumexps, sums
 
 
 def pair_gradients(pair: Pair, constants: Constants, divergence: Divergence, out: Gradients) -> None:
@@ -193,7 +220,7 @@ def pair_gradients(pair: Pair, constants: Constants, divergence: Divergence, out
         if use_triton(*tile.products):
             dtype = tile.operands[1].dtype
             return kernels.product_gradients(*_kernel_sides(tile, pair), rows, divergence, dtype)
-        log_p, log_q, derivative = _log_probs(tile, pair, constants)
+        log_p, log_q, derivative = _log_probs(tile, pair, torch.stack(rows[:2]))
         terms = logit_terms(log_p, log_q, divergence)
         dz_TV = terms.c.sub_(terms.q.mul_(rows.total[:, None])).mul_(rows.upstream[:, None])
         return dz_TV.mul_(derivative)

@@ -59,11 +59,15 @@ class Tile(NamedTuple):
         return [logits for logits, _ in pairs], pairs[-1][1]
 
 
-def tiles_of(sides: Sequence[Side]) -> Iterator[Tile]:
-    """Yield the tiles of sides over the same tokens and entries, the student last; entries in the outer loop."""
+def tiles_of(sides: Sequence[Side], *, rows_of_rank: int | None = None) -> Iterator[Tile]:
+    """Yield the tiles of sides over the same tokens and entries, the student last; entries in the outer loop.
+
+    With `rows_of_rank`, the rows of each rank with their padding, a tile has all entries of some tokens, and all ranks
+    have equally many tiles.
+    """
     student = sides[-1]
     (num_tokens, _), num_entries, dtype = student.hidden_TH.shape, len(student.weight_VH), wide(student.hidden_TH.dtype)
-    tokens_a_tile, entries_a_tile = _tile_shape(sides)
+    tokens_a_tile, entries_a_tile = _tile_shape(sides, rows_of_rank)
     dtypes = [_operand_dtype(side.hidden_TH) for side in sides]
     states = [side.hidden_TH.to(operand) for side, operand in zip(sides, dtypes, strict=True)]
     buffers = [states[-1].new_empty(tokens_a_tile * entries_a_tile, dtype=dtype) for _ in sides]
@@ -78,13 +82,18 @@ def tiles_of(sides: Sequence[Side]) -> Iterator[Tile]:
             yield Tile(tokens, entries, products, operands[-1])
 
 
-def _tile_shape(sides: Sequence[Side]) -> tuple[int, int]:
-    """Return `(tokens, entries)` of a tile: all tokens, or 16 times as many tokens as entries.
+def _tile_shape(sides: Sequence[Side], rows_of_rank: int | None) -> tuple[int, int]:
+    """Return `(tokens, entries)` of a tile: all tokens, or 16 times as many tokens as entries; or whole rows.
 
-    The products of all sides together, and the rows of each, have at most half the elements of a tile of `chunked`.
+    The products of a side, and its rows, have at most half the elements of a tile of `chunked`; whole rows as many.
     """
     (num_tokens, _), num_entries = sides[-1].hidden_TH.shape, len(sides[-1].weight_VH)
-    limit = TILE_ELEMENTS.get(device_type(sides[-1].hidden_TH.device), TILE_ELEMENTS["cuda"]) // 2
+    limit = TILE_ELEMENTS.get(device_type(sides[-1].hidden_TH.device), TILE_ELEMENTS["cuda"])
+    if rows_of_rank is not None:
+        tokens = max(1, min(num_tokens, limit // rows_of_rank))
+        # cuBLAS has tiles of 128 tokens.
+        return tokens if tokens < 128 else tokens // 128 * 128, max(1, num_entries)
+    limit //= 2
     entries = max(limit // max(num_tokens, 1), math.isqrt(limit // 16))
     entries = max(1, min(num_entries, entries, limit // max(side.hidden_TH.shape[1] for side in sides)))
     # cuBLAS has tiles of 256 entries.

@@ -38,11 +38,9 @@ def paired_rows(
     every part has work for every rank; the next part is sent during the work on this part.
     """
     first, last = vocab_range(vocab_size, group, len(weight_VH))
-    if student_ids is None and _sharded_alike(weight_VH, group, teacher_VH, teacher_group):
-        yield slice(0, last - first), teacher_VH[: last - first]
-        return
-    if student_ids is None and not async_collectives.is_sharded(teacher_group):
-        yield slice(0, last - first), teacher_VH[first:last]
+    if student_ids is None and (is_local(weight_VH, group, teacher_VH, teacher_group)):
+        start = 0 if async_collectives.is_sharded(teacher_group) else first
+        yield slice(0, last - first), teacher_VH[start : start + last - first]
         return
     for begin, step, part in _gathered_parts(teacher_VH, teacher_group):
         if student_ids is None:
@@ -55,10 +53,13 @@ def paired_rows(
         yield rows[local], part[local]
 
 
-def _sharded_alike(
+def is_local(
     weight_VH: Tensor, group: ProcessGroup | None, teacher_VH: Tensor, teacher_group: ProcessGroup | None
 ) -> bool:
-    if not async_collectives.is_sharded(group) or not async_collectives.is_sharded(teacher_group):
+    """Return whether each rank has the teacher's rows of its own entries."""
+    if not async_collectives.is_sharded(teacher_group):
+        return True
+    if not async_collectives.is_sharded(group):
         return False
     ranks = [dist.get_process_group_ranks(g) for g in (group, teacher_group)]
     return len(weight_VH) == len(teacher_VH) and ranks[0] == ranks[1]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.head import divergence as tiles
-from parallel_layers.head.chunked import LogitTransform
+from parallel_layers.head.chunked import LogitTransform, _operand_dtype
 from parallel_layers.head.divergence import Constants, Divergence
 from parallel_layers.head.sides import Gradients, HeadGradients, Pair, Side, whole_tokens
-from parallel_layers.head.teacher_rows import paired_rows
+from parallel_layers.head.teacher_rows import is_local, paired_rows
 from parallel_layers.head.vocabulary import gather_rows
 from parallel_layers.module.autocast import without_autocast
 from parallel_layers.training.weight_gradients import Destination
@@ -54,20 +54,27 @@ class _HeadDivergence(torch.autograd.Function):
         *tensors, ctx.options, ctx.destination = arguments
         divergence, group = ctx.options.divergence, ctx.options.group
         pairs = _Pairs(tensors, ctx.options)
-        statistics = tiles.empty_statistics(pairs.hidden)
-        for _, pair in pairs:
-            statistics = tiles.merge_pair_statistics(torch.stack((statistics, tiles.pair_statistics(pair))))
-        statistics = tiles.merge_pair_statistics(gather_rows(statistics[None], group))
-        logsumexps, forward_kl, reverse_kl = tiles.finish_pair_statistics(statistics)
-        result, total = forward_kl, -torch.ones_like(forward_kl)
-        if divergence.share == 1.0:
-            result, total = reverse_kl, reverse_kl + 1.0
-        if divergence.mixes:
-            constants = Constants(logsumexps[0], logsumexps[1], total, total)
-            sums = forward_kl.new_zeros(2, len(forward_kl))
+
+        def merged(statistics: Tensor) -> Tensor:
+            return tiles.merge_pair_statistics(gather_rows(statistics[None], group))
+
+        if divergence.mixes and pairs.take_whole_rows:
+            ((_, pair),) = pairs
+            logsumexps, sums = tiles.mixture_by_tokens(pair, divergence, len(pairs.weight), merged)
+        else:
+            statistics = tiles.empty_statistics(pairs.hidden)
             for _, pair in pairs:
-                sums += tiles.mixture_sums(pair, constants, divergence)
+                statistics = tiles.merge_pair_statistics(torch.stack((statistics, tiles.pair_statistics(pair))))
+            logsumexps, forward_kl, reverse_kl = tiles.finish_pair_statistics(merged(statistics))
+            sums = torch.zeros_like(logsumexps)
+            for _, pair in pairs if divergence.mixes else ():
+                sums += tiles.mixture_sums(pair, logsumexps, divergence)
+        if divergence.mixes:
             result, total = gather_rows(sums[None], group).sum(dim=0)
+        elif divergence.share == 1.0:
+            result, total = reverse_kl, reverse_kl + 1.0
+        else:
+            result, total = forward_kl, -torch.ones_like(forward_kl)
         ctx.save_for_backward(*tensors, logsumexps, total)
         return result.clone()
 
@@ -94,6 +101,10 @@ class _Pairs:
     def __init__(self, tensors: list[Tensor], options: HeadOptions) -> None:
         hidden_TH, self.weight, teacher_TH, self.teacher_weight = tensors
         self.options = options
+        heads = (self.weight, options.group, self.teacher_weight, options.teacher_group)
+        in_place = all(x.dtype == _operand_dtype(x) for x in (self.weight, self.teacher_weight))
+        # Whole rows are for heads that the GEMMs take as they are, without a copy of all rows.
+        self.take_whole_rows = in_place and options.student_ids is None and is_local(*heads)
         self.hidden = whole_tokens(hidden_TH, options.group, options.sequence_parallel)
         self.teacher_hidden = whole_tokens(teacher_TH, options.teacher_group, options.teacher_sequence_parallel)
 

@@ -205,12 +205,12 @@ def add_statistics_(statistics_6T: Tensor, teacher: Logits, student: Logits) -> 
 
 
 def add_mixture_sums_(
-    sums_2T: Tensor, teacher: Logits, student: Logits, logsumexps: tuple[Tensor, Tensor], weights: Weights
+    sums_2T: Tensor, teacher: Logits, student: Logits, logsumexps_2T: Tensor, weights: Weights
 ) -> None:
     """Add a tile's part of D and of the sum of c."""
     tokens, entries = student.products.shape
     if tokens and entries and not sums_2T.is_meta:
-        tensors = (*logsumexps, sums_2T, sums_2T.stride(0))
+        tensors = (*logsumexps_2T, sums_2T, sums_2T.stride(0))
         _launch(_mixture_kernel, (tokens,), teacher, student, tensors, _numbers(weights))
 
 
