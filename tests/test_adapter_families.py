@@ -23,7 +23,7 @@ from rl_models import Actor, Batch
 RANK, ALPHA = 2, 6.0
 # Of a plain run: a dense model; mixtures with dense MLPs, shared experts, files that stack the experts under other
 # names; and models whose files and modules have different names.
-PLAIN = ("llama", "qwen3-moe", "deepseek-v2", "granitemoe", "qwen2.5-vl", "kimi-k2.5")
+PLAIN = ("llama", "qwen3-moe", "deepseek-v2", "granitemoe", "qwen2.5-vl", "kimi-k2.5", "kimi-linear")
 NAMES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in ACTORS]
 
 
@@ -108,10 +108,26 @@ def test_peft_reads_adapters_that_were_trained_with_dropout(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["kimi-k2.5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2-vl", "qwen2.5-vl", "glm4v-moe"))]
+    "name",
+    [
+        *("kimi-k2.5", "nemotron-h"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "qwen2-vl",
+                "qwen2.5-vl",
+                "glm4v-moe",
+                "qwen3-next",
+                "olmo-hybrid",
+                "kimi-linear",
+                "granite-hybrid",
+                "granite-hybrid-moe",
+            )
+        ),
+    ],
 )
 def test_patched_models_name_layers_as_their_modules(name: str, tmp_path: Path) -> None:
-    """The files of these models name layers in another way: the merged weights have the adapters all the same."""
+    """The files of some models name layers in another way: the merged weights have the adapters all the same."""
     checkpoint(tmp_path / "base", name, 2)
     adapted(tmp_path / "base", tmp_path / "adapter")
     options: dict[str, Any] = {"device": "cpu", "lora": tmp_path / "adapter"}

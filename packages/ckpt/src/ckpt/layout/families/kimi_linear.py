@@ -59,5 +59,8 @@ KIMI_LINEAR = Family(
     LATENT_FLAGS,
     attends=_attends,
     # transformers saves the MLPs of dense layers under the name of the experts' module.
-    modules={"mlp": "block_sparse_moe"},
+    modules={
+        "mlp": "block_sparse_moe",
+        **{f"self_attn.forget_gate.{name}": f"self_attn.{name}" for name in ("f_a_proj", "f_b_proj")},
+    },
 )

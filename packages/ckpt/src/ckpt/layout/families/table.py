@@ -212,7 +212,7 @@ class Family:
         prefixes: The prefixes of the language model's tensors in files, which replace the rows' "model."; the first is
             the canonical prefix.
         layers: Further prefixes of the layers' tensors in files, which replace "model.layers.".
-        modules: Other names that files may give modules of a layer.
+        modules: Modules of transformers' layers, and other names that files may give them.
         ends: Prefixes of the rows at both ends, such as "lm_head.", and the prefixes in files that replace them; the
             first is canonical, and the last transformers' module.
         without_adapter: The ends of the names in files of linear layers to which PEFT gives no adapter.
@@ -320,7 +320,10 @@ class Family:
             spelled |= dict.fromkeys((*of_files, prefix_of_rows), of_files[-1])
         spelled |= dict.fromkeys(self.layers, f"{inner}layers.")
         longest = max((prefix for prefix in spelled if name.startswith(prefix)), key=len, default="")
-        return spelled.get(longest, "") + name.removeprefix(longest)
+        name = spelled.get(longest, "") + name.removeprefix(longest)
+        for module, other in self.modules.items():
+            name = name.replace(f".{other}.", f".{module}.")
+        return name
 
 
 def _deciding(flag: str | tuple[str, bool]) -> tuple[str, bool]:
