@@ -48,10 +48,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _DELTA_NET),
     "granitemoehybrid": ("GraniteMoeHybrid", _MAMBA),
     "nemotron_h": ("NemotronH", _NEMOTRON),
+    "deep": ("NemotronH", _NEMOTRON | {"layers_block_type": [*_NEMOTRON["layers_block_type"], "linear_attention"]}),
 }
 
 
-@pytest.fixture(scope="session", params=HYBRIDS)
+@pytest.fixture(scope="session", params=[name for name in HYBRIDS if name != "deep"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny hybrid in fp32, of a layer with linear attention and a layer with full attention."""
     torch.manual_seed(0)

@@ -12,24 +12,35 @@ import transformers
 from torch.distributed import ProcessGroup
 
 from parallel_layers import PackedSequence, ParallelDims
+from parallel_layers.module import rank_seed
 from parallel_layers.testing import RankPool
-from parallel_models import EngineOptions, GenerationOptions, Grid, MicroBatch, load_engine
-from parallel_models.generation import Prompt, Responses, draw_responses, end_sessions
+from parallel_models import EngineOptions, GenerationOptions, Grid, MicroBatch, PipelineOptions, load_engine
+from parallel_models.generation import Prompt, Responses, ResponseStream, draw_responses, end_sessions
+from parallel_models.generation.decoding import CacheCounts, CacheOptions
+from parallel_models.generation.prefix_reuse import Checkpoints
 from parallel_models.training import ParallelEngine
 
 NEW = 20
 PROMPTS = [[1, 5, 7], [3], [9, 2, 14] * 25, [1, 5, 7], [8, 8]]
 
 
-def load(path: Path, dims: ParallelDims = ParallelDims(), device: str = "cpu") -> ParallelEngine:  # noqa: B008
+ONE_RANK = ParallelDims()
+
+
+def load(path: Path, dims: ParallelDims = ONE_RANK, virtual_stages: int = 1, device: str = "cpu") -> ParallelEngine:
     mesh = dims.build_mesh(device, list(range(dims.world_size))) if dims.world_size > 1 else None
-    return load_engine(str(path), "causal_lm", Grid.build(dims, device=device, mesh=mesh), EngineOptions())
+    options = EngineOptions(pipeline=PipelineOptions(virtual_stages=virtual_stages))
+    return load_engine(str(path), "causal_lm", Grid.build(dims, device=device, mesh=mesh), options)
 
 
 def draw(engine: ParallelEngine, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Responses:
     rows = [Prompt(torch.tensor(prompt, device=engine.grid.device)) for prompt in prompts]
     how = {"max_new_tokens": NEW, "n": 3, "stop_ids": [4, 5, 6], "max_sequences": 4, **options}
-    return draw_responses(engine, rows, GenerationOptions(**how), 32)
+    # By the seed of the first data-parallel rank on all of them.
+    device = engine.grid.device
+    generator = torch.Generator(device).manual_seed(rank_seed(how.get("seed", 0), 0))
+    uniforms = torch.rand(len(rows), how["n"], NEW, generator=generator, device=device)
+    return draw_responses(engine, rows, GenerationOptions(**how), 32, uniforms)
 
 
 def rows_of(drawn: Responses) -> list[list[int]]:
@@ -96,12 +107,24 @@ def on_grids(fast: int, *further: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("hybrid", "dims"), [*further, *GRIDS[:fast], *slow], indirect=["hybrid"], ids=str)
 
 
-@on_grids(2)
+@on_grids(2, pytest.param("nemotron_h", ParallelDims(dp=2, pp=2), marks=pytest.mark.slow))
 def test_grids_draw_what_one_rank_draws(ranks: RankPool, hybrid: Path, dims: ParallelDims) -> None:
     expected = draw(load(hybrid), n=1)
     for results in ranks.run(draw_on_ranks, hybrid, dims, world=dims.world_size):
         for drawn in results:
             assert_equal(drawn, expected)
+
+
+def draw_on_virtual_stages(group: ProcessGroup, path: Path) -> Responses:
+    return draw(load(path, ParallelDims(pp=2), virtual_stages=2))
+
+
+@pytest.mark.parametrize("hybrid", ["deep"], indirect=True)
+def test_virtual_stages_draw_what_one_rank_draws(ranks: RankPool, hybrid: Path) -> None:
+    """Responses wait for slots, and go on from the states of their prompt in every chunk."""
+    expected = draw(load(hybrid))
+    for drawn in ranks.run(draw_on_virtual_stages, hybrid, world=2):
+        assert_equal(drawn, expected)
 
 
 def draw_with_experts(
@@ -188,3 +211,86 @@ def test_responses_that_wait_go_on_from_the_prompt(hybrid: Path) -> None:
     prompts = [PROMPTS[2], [*PROMPTS[2][:-1], 3, 4]]
     drawn = draw(load(hybrid), prompts, n=5, max_sequences=3)
     assert drawn.computed == [len(prompts[0]) - 1, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("few", [0, 1])
+@pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
+def test_too_few_checkpoints_compute_again(hybrid: Path, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for a state all tokens of a turn are computed; with room for one, conversations lose theirs."""
+    engine, counts = load(hybrid), CacheOptions.counts
+    expected, _ = converse(engine, keep_cache=False)
+
+    def with_few(self: CacheOptions, *arguments: Any) -> CacheCounts:
+        return counts(self, *arguments)._replace(checkpoints=few)
+
+    monkeypatch.setattr(CacheOptions, "counts", with_few)
+    turns, new = converse(engine)
+    for drawn, anew in zip(turns, expected, strict=True):
+        assert_equal(drawn, anew)
+        assert drawn.computed == anew.computed or few
+    assert new[-1] < sum(turns[-1].computed) <= sum(expected[-1].computed)
+
+
+@pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
+def test_a_response_that_makes_room_goes_on_from_its_state(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five blocks are one too few for three responses of two blocks: one leaves its slot after 16 tokens."""
+    engine, start, begun = load(hybrid), Checkpoints.start, list[int]()
+    prompts = [[number, *PROMPTS[2][:46]] for number in range(1, 4)]
+    expected = draw(engine, prompts, n=1, stop_ids=[])
+
+    def record(self: Checkpoints, slot: int, numbers: Sequence[int]) -> None:
+        start(self, slot, numbers)
+        begun.append(self.tables.lengths[slot])
+
+    monkeypatch.setattr(CacheOptions, "counts", lambda *_: CacheCounts(5, 8))
+    monkeypatch.setattr(Checkpoints, "start", record)
+    drawn = draw(engine, prompts, n=1, stop_ids=[])
+    assert_equal(drawn, expected)
+    assert (begun, drawn.computed) == ([0, 0, 0, 46 + 16], [46, 46, 46])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("hybrid", ["nemotron_h"], indirect=True)
+def test_a_stream_goes_on_with_new_weights(hybrid: Path, recompute: bool) -> None:
+    """Later responses share no state of older weights; a turn goes on from the state of a response by the newest."""
+    engine = load(hybrid)
+    options = GenerationOptions(max_new_tokens=40, n=2, stop_ids=[], max_sequences=3)
+    stream, drawn = ResponseStream(engine, options, 300, 64, version=5), dict[int, Any]()
+    prompts = [*PROMPTS[:4], PROMPTS[2]]
+
+    def finish() -> None:
+        while len(stream):
+            drawn.update(stream.step()[1])
+
+    try:
+        for key, prompt in enumerate(prompts):
+            stream.add(key, prompt, torch.rand(2, 40, generator=torch.Generator().manual_seed(key)), 40)
+        stream.step()
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        stream.renew(6, recompute=recompute)
+        finish()
+        before = sum(stream.computed)
+        prompts.append([*prompts[4], *drawn[4][0].tokens, *ANSWER])
+        stream.add(5, prompts[5], torch.rand(1, 40), 40)
+        finish()
+        assert drawn[4][0].versions == [6] * 40
+        # The last token of a response has not been through the model.
+        assert sum(stream.computed) - before == len(ANSWER)
+    finally:
+        stream.close()
+    mixed = list[float]()
+    for key, prompt in enumerate(prompts):
+        for response in drawn[key]:
+            with torch.no_grad():
+                tokens = torch.tensor([*prompt, *response.tokens])
+                (outputs,) = engine.forward([MicroBatch(PackedSequence.from_sequences([tokens]))])
+            begin = response.versions.count(5)
+            difference = torch.tensor(response.log_probs) - outputs[0][len(prompt) - 1 : -1]
+            if begin:
+                mixed.append(float(difference[begin:].abs().max()))
+            else:
+                torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-5)
+    assert len(mixed) == 3
+    assert (max(mixed) < 1e-5) == recompute
