@@ -17,6 +17,14 @@ from parallel_layers.linear import with_execution
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear.float8 import round_again_, why_not_float8, with_float8
 from parallel_layers.linear.low_rank import LowRank
+from parallel_layers.linear_attention import (
+    GatedDeltaNet,
+    GatedDeltaNetConfig,
+    KimiDeltaAttention,
+    KimiDeltaConfig,
+    Mamba2,
+    Mamba2Config,
+)
 from parallel_layers.model.lora import add_lora_
 from parallel_layers.model.options import LoraOptions
 from parallel_layers.testing import RankPool
@@ -122,6 +130,34 @@ def test_equals_the_plain_layer(ranks: RankPool, world: int, sequence_parallel: 
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
         assert names == ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
         assert [shape[0] for shape in products] == [16] * 4
+
+
+RECURRENT: list[tuple[Any, Any, list[str]]] = [
+    (
+        GatedDeltaNet,
+        GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
+        ["in_proj_qkvz", "out_proj"],
+    ),
+    (KimiDeltaAttention, KimiDeltaConfig(num_heads=2, head_dim=16), ["in_proj_qkv", "g_b_proj", "out_proj"]),
+    (Mamba2, Mamba2Config(num_heads=16, head_dim=2, num_groups=2, state_size=8), ["in_proj", "out_proj"]),
+]
+
+
+@pytest.mark.parametrize(("build", "config", "chosen"), RECURRENT)
+def test_recurrent_layers_equal_the_plain_layers(build: Any, config: Any, chosen: list[str]) -> None:
+    """All projections but those that decide decays alone, of gated delta networks and Kimi's delta attention."""
+    torch.manual_seed(0)
+    layer, x = build(32, config), torch.randn(TOKENS, 32, requires_grad=True)
+    bounds, seed, results = torch.tensor([0, 3, TOKENS], dtype=torch.int32), torch.randn(TOKENS, 32), []
+    with TransformerEngine().installed() as engine:
+        view = with_float8(layer)
+        for module in (view, layer):
+            out = module(x, bounds)
+            results.append((out, *torch.autograd.grad(out, [x, *layer.parameters()], seed)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert [name for name, module in view.named_modules() if getattr(module, "float8", False)] == chosen
+    assert [shape[0] for shape in engine.products] == [16] * len(chosen)
 
 
 def test_weights_rounded_again_keep_no_copies() -> None:

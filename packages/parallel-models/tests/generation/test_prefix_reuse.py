@@ -294,3 +294,13 @@ def test_a_stream_goes_on_with_new_weights(hybrid: Path, recompute: bool) -> Non
                 torch.testing.assert_close(difference, torch.zeros_like(difference), rtol=0, atol=1e-5)
     assert len(mixed) == 3
     assert (max(mixed) < 1e-5) == recompute
+
+
+def test_steps_in_float8_change_log_probs_a_little(hybrid: Path) -> None:
+    engine = load(hybrid)
+    drawn = draw(engine, PROMPTS[:1], n=1, stop_ids=[], float8=True)
+    with torch.no_grad():
+        tokens = torch.tensor([*PROMPTS[0], *rows_of(drawn)[0]])
+        (outputs,) = engine.forward([MicroBatch(PackedSequence.from_sequences([tokens]))])
+    apart = (drawn.log_probs[0] - outputs[0][len(PROMPTS[0]) - 1 : -1]).abs()
+    assert 1e-3 < apart.mean() < 0.3

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers import ModelConfig, PackedSequence, ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
-from parallel_models import CacheOptions, EngineOptions, Grid, MicroBatch, OptimizerOptions, Outputs, load_engine
+from parallel_models import EngineOptions, Grid, MicroBatch, OptimizerOptions, Outputs, load_engine
 from parallel_models.training import TrainedModel, require_fit
 
 TEXTS = [torch.tensor([1, 5, 7, 9, 11]), torch.tensor([3, 4, 2])]
@@ -106,7 +106,6 @@ def config_of(hybrid: Path) -> ModelConfig:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"float8": "block"}, "float8='block'"),
         ({"base_format": "fp8", "lora": LoraOptions()}, "base_format='fp8'"),
         ({"share_prefixes": True}, "share_prefixes=True"),
         ({"tp_invariant": True}, "tp_invariant=True"),
@@ -116,10 +115,3 @@ def test_what_it_lacks_is_refused(options: dict[str, Any], named: str, hybrid: P
     words = f"{named} is not offered with the linear attention of {hybrid.name}; leave it"
     with pytest.raises(ValueError, match=words):
         require_fit(config_of(hybrid), ParallelDims(), EngineOptions(**options))
-
-
-def test_steps_in_fp8_are_refused(hybrid: Path) -> None:
-    named = json.loads((hybrid / "config.json").read_text())["model_type"]
-    with pytest.raises(ValueError, match=f"float8=True is not offered with the linear attention of {named}; leave it"):
-        CacheOptions(1, 8, float8=True).require_fit(config_of(hybrid))
-    CacheOptions(1, 8, float8_cache=True).require_fit(config_of(hybrid))

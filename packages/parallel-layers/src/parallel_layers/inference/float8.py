@@ -73,8 +73,9 @@ def float8_attributes(view: nn.Module) -> dict[str, Any]:
     sizes are no multiples of 16, or that are frozen in FP8 already. On a GPU weights in fp32 and fp16 stay, and experts
     that `moe.decoding` does not compute by its kernels, such as experts with adapters.
     """
-    if isinstance(view, ColumnLinear | RowParallelLinear) and _can(view.weight) and view.weight_scale_inv is None:
-        return {"execution": replace(view.execution, product=RowScaled(view.weight))}
+    if isinstance(view, ColumnLinear | RowParallelLinear):
+        able = _can(view.weight) and view.weight_scale_inv is None and not view.keeps_dtype
+        return {"execution": replace(view.execution, product=RowScaled(view.weight))} if able else {}
     if isinstance(view, GroupedExperts):
         return _of_experts(view)
     return {}

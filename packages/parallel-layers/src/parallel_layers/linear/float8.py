@@ -70,8 +70,8 @@ def with_float8(
     The result is a view (`shared_weights.view_of`), for training and inference, which shares the parameters of `model`.
     `model` is not changed. Each linear says in `float8` whether it computes in FP8, and so do `GroupedExperts`. Linears
     stay in their dtype when `where` excludes them, when their sizes do not divide by the recipe's 16 ("current"), 32
-    ("mxfp8") or 128 ("block"), when they have key-value heads on several ranks, or when their weight is frozen in FP8
-    (`linear.block_scaled`).
+    ("mxfp8") or 128 ("block"), when they have key-value heads on several ranks, when their weight is frozen in FP8
+    (`linear.block_scaled`), or when they decide the decay of a state (`keeps_dtype`).
 
     With every recipe, experts have scales for each row (`moe.float8`). They stay in their dtype on GPUs other than
     Hopper, when their weights are frozen in FP8, when `where` excludes them, and when FP8 would not be faster: on a GPU
@@ -125,7 +125,8 @@ _CHANGED = (ColumnLinear, RowParallelLinear, GroupedExperts)
 
 def _linear_can(linear: LinearLayer, multiple: int) -> bool:
     divides = all(size % multiple == 0 for size in linear.weight.shape)
-    return divides and getattr(linear, "shared_rows", None) is None and linear.weight_scale_inv is None
+    whole = getattr(linear, "shared_rows", None) is None and linear.weight_scale_inv is None
+    return divides and whole and not linear.keeps_dtype
 
 
 def _experts_can(experts: GroupedExperts) -> bool:

@@ -55,9 +55,10 @@ class LinearLayer(ParallelModule):
 
     `lora` is an adapter (`parallel_layers.model.lora`), and `weight_scale_inv` are the scales of a frozen weight in FP8
     (`parallel_layers.linear.block_scaled`). `full_sizes` and `local_sizes` are the rows of the parts of a fused
-    weight, in the whole layer and on this rank.
+    weight, in the whole layer and on this rank. `keeps_dtype` keeps the GEMM out of FP8.
     """
 
+    keeps_dtype = False
     bias: nn.Parameter | None
     weight_scale_inv: nn.Parameter | None
     lora: LowRank | None

@@ -85,6 +85,7 @@ class KimiDeltaAttention(ParallelModule):
         # Parts, which adapters may have one by one.
         self.in_proj_fgb.full_sizes = self.in_proj_fgb.local_sizes = [size, size, config.num_heads]
         self.f_b_proj = ColumnParallelLinear(size, config.value_dim, reduce_gradient=False, **heads)
+        self.f_b_proj.keeps_dtype = True  # decides the decay, which a narrow dtype (FP8) would spoil
         self.g_b_proj = ColumnParallelLinear(size, config.value_dim, reduce_gradient=False, **heads)
         self.conv1d = ShortConvolution(parts, config.conv_kernel_size, activation="silu", convolve=convolve, **options)
         self.decay = DecayGate(config.num_heads, size, **options)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt import agree
-from parallel_layers import ModelConfig, PackedSequence
+from parallel_layers import PackedSequence
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
@@ -134,14 +134,6 @@ class CacheOptions:
     def limit(self) -> int | None:
         """Return `gib` in bytes."""
         return None if self.gib is None else int(self.gib * 2**30)
-
-    def require_fit(self, config: ModelConfig) -> None:
-        """Raise ValueError for options that a model does not have."""
-        if self.float8 and config.has_linear_attention:
-            raise ValueError(
-                f"float8=True is not offered with the linear attention of {config.family}; leave it out, or take "
-                "float8_cache=True for the keys and values of its attention"
-            )
 
     def require_parallel(self, backend: str) -> None:
         """Raise ValueError for options that another backend does not have."""

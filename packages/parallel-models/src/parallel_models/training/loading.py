@@ -63,7 +63,6 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
         if applies and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
     for applies, text in (
-        (options.float8 is not None, f"float8={options.float8!r}"),
         (options.base_format is not None, f"base_format={options.base_format!r}"),
         (options.share_prefixes, "share_prefixes=True"),
         (options.tp_invariant, "tp_invariant=True"),

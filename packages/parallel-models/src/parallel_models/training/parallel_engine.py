@@ -281,7 +281,6 @@ class ParallelEngine(Engine):
         model, grid = self.model, self.grid
         assert isinstance(model, CausalLM)
         self.require_drafts(options.drafts)
-        options.require_fit(model.config)
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))

@@ -74,7 +74,6 @@ def plan_memory(
 def _cache_bytes(run: ModelRun, options: CacheOptions) -> list[int]:
     """Return the bytes of the cache on a rank of each pipeline stage, for its layers."""
     dims, layout = run.options.dims, run.layout
-    options.require_fit(run.model)
     chunks = layout.chunk_layers(run.chunks(0)[0].grid)
     require_drafts(options.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     samples = []
