@@ -259,11 +259,13 @@ class Place:
     layers: int = 2
 
 
-def place(*, ring: bool = False, vpp: int = 1, zero_bubble: bool = False, layers: int = 2, **sizes: int) -> Place:
+def place(
+    *, ring: bool = False, heads: bool = False, vpp: int = 1, zero_bubble: bool = False, layers: int = 2, **sizes: int
+) -> Place:
     """One whose data-parallel ranks have several micro-batches."""
     options: dict[str, Any] = {"max_tokens_per_micro_batch": 20}
-    if ring:
-        options["context_parallel"] = "ring"
+    if ring or heads:
+        options["context_parallel"] = "ring" if ring else "heads"
     if vpp > 1 or zero_bubble:
         options["pipeline"] = PipelineOptions("zero-bubble" if zero_bubble else "1f1b", virtual_stages=vpp)
     return Place(ParallelDims(**sizes), options, layers)
@@ -300,7 +302,10 @@ EXPERT_GRIDS = {
     "pp2-cp2-ep2": place(pp=2, cp=2, ep=2, ring=True),
     "pp2-dp2-ep2": place(pp=2, dp=2, ep=2),
 }
-PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS}
+# Forms of recurrent layers.
+HYBRID_GRIDS = {"cp2-tp2-heads": place(cp=2, tp=2, heads=True)}
+HYBRIDS = ("qwen3-next", "olmo-hybrid", "kimi-linear", "granite-hybrid", "nemotron-h")
+PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS, **HYBRID_GRIDS}
 ACTORS = [name for name in MODELS if not name.endswith("-value")]
 # Left out of a plain run at tp 2: other cases of it have these layers.
 LEFT_OUT = {
@@ -326,6 +331,7 @@ PLAIN = {
     ("granitemoe-value", "dp2-ep2"),
     ("deepseek-v3", "pp2-tp2-ep2"),
     ("gemma4-e2b", "pp2-tp2"),
+    ("kimi-linear", "cp2-tp2-heads"),
 }
 # An actor and a critic of a family have one decoder, and the value head does not depend on the family: two critics are
 # on every grid, the others on one of each axis.
@@ -336,6 +342,7 @@ CASES = [
     for name in MODELS
     for grid in PLACES
     if grid not in EXPERT_GRIDS or name.removesuffix("-value") in MIXTURES
+    if grid not in HYBRID_GRIDS or name in HYBRIDS
     if name in ON_EVERY_GRID or (name, grid) in PLAIN or grid in OF_CRITICS
 ]
 

@@ -41,7 +41,7 @@ from parallel_layers.linear_attention.head_exchange import ulysses_delta_rule, u
 from parallel_layers.module.sharding import blocks_of
 from parallel_layers.testing import RankPool
 
-Form = Layout | Literal["ulysses"]
+Form = Layout | Literal["heads"]
 Operator = Callable[..., tuple[Tensor, None]]
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS, WINDOW = 2, 4, 6, 5, 5, 4
@@ -66,7 +66,7 @@ def delta_inputs(per_channel: bool) -> list[Tensor]:
 
 
 def layout_and_operator(form: Form, handed_over: Operator, exchanged: Operator) -> tuple[Layout, Operator]:
-    return ("contiguous", exchanged) if form == "ulysses" else (form, partial(handed_over, layout=form))
+    return ("contiguous", exchanged) if form == "heads" else (form, partial(handed_over, layout=form))
 
 
 def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int], form: Form) -> list[Tensor]:
@@ -88,8 +88,8 @@ def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int
         ("contiguous", 3),
         pytest.param("zigzag", 2, marks=pytest.mark.slow),
         ("zigzag", 4),
-        *(pytest.param("ulysses", world, marks=pytest.mark.slow) for world in (2, 4)),
-        ("ulysses", 3),
+        *(pytest.param("heads", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("heads", 3),
     ],
 )
 def test_the_recurrence_equals_one_rank(ranks: RankPool, form: Form, world: int, per_channel: bool) -> None:
@@ -124,8 +124,8 @@ def run_state_space(group: ProcessGroup, tensors: list[Tensor], lengths: list[in
         ("contiguous", 2),
         ("contiguous", 3),
         ("zigzag", 4),
-        *(pytest.param("ulysses", world, marks=pytest.mark.slow) for world in (2, 4)),
-        ("ulysses", 3),
+        *(pytest.param("heads", world, marks=pytest.mark.slow) for world in (2, 4)),
+        ("heads", 3),
     ],
 )
 def test_the_state_space_equals_one_rank(ranks: RankPool, form: Form, world: int) -> None:
@@ -243,7 +243,7 @@ def run_layer(
     with numbers_gathered() as counts:
         out = layer(leaf.requires_grad_(), boundaries(lengths))
         out.backward(local_seed)
-    assert len(counts) == (2 if form == "ring" else 0)  # maps of states
+    assert len(counts) == (0 if form == "heads" else 2)  # maps of states
     gathered = (
         gather_sequence(collectives.gather_from_sequence_parallel(t, tp), cp, layout=layout)
         for t in (out.detach(), leaf.grad)
@@ -255,7 +255,7 @@ def run_layer(
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("form", ["ulysses", "ring"])
+@pytest.mark.parametrize("form", ["ulysses", "ring", "heads"])
 def test_the_layer_equals_one_rank(ranks: RankPool, form: ContextParallel, kind: str) -> None:
     torch.manual_seed(0)
     x, seed = torch.randn(2, 48, 8, dtype=torch.float64)

@@ -74,7 +74,7 @@ def test_a_text_is_no_flag(options: Callable[..., object], names: tuple[str, ...
         (lambda: BackendOptions(float8="fp4"), "float8='fp4' is unknown; use 'current' or 'block' or 'mxfp8' or None"),  # type: ignore[arg-type]
         (
             lambda: BackendOptions(context_parallel="rings"),
-            "context_parallel='rings' is unknown; use 'ulysses' or 'ring'",
+            "context_parallel='rings' is unknown; use 'ulysses' or 'ring' or 'heads'",
         ),  # type: ignore[arg-type]
         (
             lambda: BackendOptions(router_losses={"z": 1}),

@@ -123,7 +123,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"rewards.overlong_buffer": 300}, "overlong_buffer=300 is more than max_new_tokens=256"),
         ({"recompute": "half"}, "recompute='half' must be full, selective, or numbers with commas, such as 2,7"),
         ({"recompute": "7-2"}, "recompute='7-2' must be full, selective, or numbers with commas, such as 2,7"),
-        ({"engine.context_parallel": "star"}, "context_parallel='star' must be 'ulysses' or 'ring'"),
+        ({"engine.context_parallel": "star"}, "context_parallel='star' must be 'ulysses', 'ring' or 'heads'"),
         ({"engine.pipeline.schedule": "2f2b"}, "engine.pipeline.schedule='2f2b' must be '1f1b' or 'zero-bubble'"),
         ({"engine.pipeline.virtual_stages": 0}, "virtual_stages=0 must be at least 1"),
         ({"engine.pipeline.split": "3,0"}, r"split=\[3, 0\] must give every chunk at least one layer"),

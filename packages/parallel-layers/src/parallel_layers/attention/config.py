@@ -68,7 +68,8 @@ class AttentionConfig:
         attention_sinks: Attention sinks (gpt-oss), one learned score per head in the softmax's denominator.
         rotary_interleaved: Rotate pairs of neighbouring dims (GLM, DeepSeek); see `apply_rotary`.
         attention_backend: See `packed_attention`.
-        context_parallel: The form of context parallelism: "ulysses" (contiguous layout) or "ring" (zigzag layout).
+        context_parallel: The form of context parallelism: "ulysses" or "heads" (contiguous layout), or "ring" (zigzag).
+            Attention by "heads" is "ulysses"; see `GatedDeltaNet` for recurrent layers.
     """
 
     hidden_size: int
@@ -111,7 +112,7 @@ class AttentionConfig:
         if self.qk_norm not in (None, *get_args(QKNorm)):
             raise ValueError(f"qk_norm={self.qk_norm!r} is unknown; use 'head' (Qwen3), 'full' (OLMo-2) or None")
         if self.context_parallel not in get_args(ContextParallel):
-            raise ValueError(f"context_parallel={self.context_parallel!r} is unknown; use 'ulysses' or 'ring'")
+            raise ValueError(f"context_parallel={self.context_parallel!r} is unknown; use 'ulysses', 'ring' or 'heads'")
 
     def _check_latent(self, latent: LatentConfig) -> None:
         """Raise ValueError for options that multi-head latent attention does not support."""

@@ -42,8 +42,8 @@ class GatedDeltaNet(ParallelModule):
     input's gradient and an all-gather `[T, 2 V]`. With sequence parallelism: all-gather `[T, H]`, all-to-all
     `[T, 2 V / tp]` and reduce-scatter `[T, H]` / the same in reverse, one more all-gather of the input, and an
     all-reduce of the gradient of `in_proj_ba`. Both: an all-reduce of the norm weight's gradient. A context-parallel
-    group adds the communication of `context_parallel_convolution`, and of `ulysses_delta_rule` or
-    `context_parallel_delta_rule`.
+    group adds the communication of `context_parallel_convolution`, and of `context_parallel_delta_rule` or
+    `ulysses_delta_rule`.
 
     Args:
         hidden_size: H.
@@ -52,8 +52,9 @@ class GatedDeltaNet(ParallelModule):
         execution: The execution of the linear layers.
         context_group: Context-parallel group; None: every rank has all tokens. Sum the parameters' gradients over the
             group, as over data-parallel ranks.
-        context_parallel: "ulysses": exchange tokens for heads around the recurrence (contiguous layout, see
-            `split_sequence`). "ring": hand the states over (zigzag layout, backend "chunked").
+        context_parallel: "ulysses" or "ring": hand the states over, in the contiguous or the zigzag layout of
+            `split_sequence`; the backend is "chunked" then. "heads": exchange tokens for heads around the recurrence
+            (contiguous layout, any backend).
         dtype: dtype of the parameters; `conv1d` and `decay` are at least fp32.
         device: Device of the parameters.
 

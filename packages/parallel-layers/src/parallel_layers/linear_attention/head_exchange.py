@@ -34,14 +34,14 @@ def operators_over(
 ) -> tuple[Operator, Operator]:
     """Return `short_convolution` and `recurrence` with `options`, or their forms over a context-parallel group.
 
-    "ulysses" exchanges tokens for heads around the recurrence, "ring" hands states over, with the backend "chunked".
-    The convolution reads the last tokens of the slice before in both.
+    "heads" exchanges tokens for heads around the recurrence. "ulysses" and "ring" hand states over in the layout of
+    attention; the delta rule has the backend "chunked" then. The convolution reads the last tokens of the slice before.
     """
     if not is_sharded(group):
         return short_convolution, partial(recurrence, **options)
     layout = layout_of(form)
     convolve = partial(context_parallel_convolution, group=group, layout=layout)
-    if form == "ulysses":
+    if form == "heads":
         return convolve, partial(_EXCHANGED[recurrence], group=group, **options)
     return convolve, partial(_HANDED_OVER[recurrence], group=group, layout=layout)
 

@@ -40,7 +40,7 @@ class Mamba2(ParallelModule):
     input's gradient. With sequence parallelism: all-gather and reduce-scatter `[T, H]` / the same in reverse, and one
     more all-gather of the input. With more ranks than groups also one all-reduce `[T, G]` of the norm's sums / one
     of their gradients, and one for each parameter of B and C. A context-parallel group adds the communication of
-    `context_parallel_convolution`, and of `ulysses_state_space` or `context_parallel_state_space`.
+    `context_parallel_convolution`, and of `context_parallel_state_space` or `ulysses_state_space`.
 
     Args:
         hidden_size: H.

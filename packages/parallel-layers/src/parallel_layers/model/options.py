@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ContextParallel = Literal["ulysses", "ring"]
+# "ulysses" and "ring" are forms of attention, beside which recurrent layers hand states over; "heads" exchanges tokens
+# for heads in both.
+ContextParallel = Literal["ulysses", "ring", "heads"]
 Float8Recipe = Literal["current", "block", "mxfp8"]
 
 # The parts that a decoder computes again in the backward: "full", every layer; "selective", every MLP or mixture of

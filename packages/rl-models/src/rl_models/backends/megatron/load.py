@@ -46,7 +46,7 @@ from rl_models.backends.megatron.optimizer import PRECISIONS
 from rl_models.backends.options import FLOAT8, BackendOptions
 
 # Forms of context parallelism -> their names in Megatron-Core.
-CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a"}
+CONTEXT_PARALLEL = {"ring": "p2p", "ulysses": "a2a", "heads": "a2a"}
 # Kinds of layers -> their targets in ckpt.
 TARGETS: dict[str, Target] = {"local": "megatron", "transformer_engine": "megatron_te"}
 
