@@ -197,6 +197,17 @@ def check_adapters(output: str) -> None:
 
 
 @pytest.mark.slow
+def test_masks_make_the_ratios_of_truncated_samples_one() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "truncated_samples.py")]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+    rows = re.findall(r"reward (\S+), kept .* largest ratio (\S+) without the mask, (\S+) with it", output)
+    rewards, without, masked = ([float(number) for number in column] for column in zip(*rows, strict=True))
+    assert rewards[-1] > 5 * rewards[0]
+    assert min(without) > 1.1
+    assert max(masked) < 1.00002
+
+
+@pytest.mark.slow
 def test_replay_leaves_only_the_rounding_between_sampler_and_trainer() -> None:
     output = torchrun(ROOT / "examples" / "router_replay.py", ranks=2)
     rows = re.findall(r"reward (\S+), other experts (\S+)%, .* (\S+), with replay (\S+)", output)
