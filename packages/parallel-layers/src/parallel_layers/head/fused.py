@@ -248,9 +248,9 @@ def _bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
         return None
     num_entries = entries.stop - entries.start
     bits = mask.ids.new_zeros(cdiv(num_entries, BLOCK_V), 8, len(mask))
-    if num_ids := len(mask.ids) * (not bits.is_meta):
-        numbers = num_ids, len(mask), entries.start, num_entries
-        mask_bits_kernel[(cdiv(num_ids, 1024),)](mask.ids, mask.rows, bits, *numbers, BV=BLOCK_V, BLOCK=1024)
+    if not bits.is_meta:
+        numbers = len(mask), entries.start, num_entries
+        mask_bits_kernel[(len(mask),)](mask.ids, mask.offsets, bits, *numbers, BV=BLOCK_V, BLOCK=512)
     return bits
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from parallel_layers.head.vocabulary import IGNORE_INDEX
 
 # Bytes of bits that are expanded at a time, into up to 24 times as many.
 _BYTES = 1 << 24
+# Ids that are checked at a time.
+_IDS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +81,6 @@ class SamplingMask:
         """`[T]` int64: the number of ids of each row."""
         return self.offsets.diff()
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """`[K]` int32: the row of each id."""
-        numbers = torch.arange(len(self), dtype=torch.int32, device=self.ids.device)
-        return torch.repeat_interleave(numbers, self.counts, output_size=len(self.ids))
-
     def __getitem__(self, index: slice | Tensor) -> SamplingMask:
         """Return rows: a slice, a bool mask `[T]`, or numbers of rows; -1 gives a row without ids."""
         numbers = torch.arange(len(self), device=self.ids.device)[index] if not _is_numbers(index) else index
@@ -99,6 +94,11 @@ class SamplingMask:
             shifts, counts, output_size=total
         )
         return SamplingMask(self.ids[columns], offsets)
+
+    def _rows(self, begin: int, length: int) -> Tensor:
+        """Return the row `[length]` int64 of each id from number `begin` on."""
+        numbers = torch.arange(begin, begin + length, device=self.offsets.device)
+        return torch.searchsorted(self.offsets, numbers, right=True) - 1
 
     def _total(self, offset: Tensor, num_rows: int) -> int:
         """Return the number of ids before an offset; on the meta device the average over rows."""
@@ -140,20 +140,24 @@ class SamplingMask:
                 f"{len(labels_T)} labels, on {labels_T.device}"
             )
         is_empty = self.counts == 0
-        is_label = torch.zeros_like(is_empty, dtype=torch.int32)
-        is_label.index_add_(0, self.rows, (self.ids == labels_T[self.rows]).int())
-        lacking = ~is_empty & (labels_T != IGNORE_INDEX) & (is_label == 0)
-        outside = (self.ids < 0) | (self.ids >= vocab_size)
+        num_labels, num_outside = torch.zeros_like(is_empty, dtype=torch.int32), self.offsets.new_zeros(())
+        for begin in range(0, len(self.ids), _IDS):
+            ids = self.ids[begin : begin + _IDS]
+            rows = self._rows(begin, len(ids))
+            num_labels.index_add_(0, rows, (ids == labels_T[rows]).int())
+            num_outside += ((ids < 0) | (ids >= vocab_size)).sum()
+        lacking = ~is_empty & (labels_T != IGNORE_INDEX) & (num_labels == 0)
         if labels_T.is_cuda or torch.compiler.is_compiling():
             torch._assert_async(~lacking.any(), "a row of the sampling mask lacks its label")
-            torch._assert_async(~outside.any(), f"the sampling mask has ids outside 0..{vocab_size - 1}")
-        elif not labels_T.is_meta and (bool(lacking.any()) or bool(outside.any())):
-            row = int(lacking.nonzero()[0]) if lacking.any() else int(self.rows[outside][0])
-            ids = self.ids[self.rows == row].tolist()
+            torch._assert_async(num_outside == 0, f"the sampling mask has ids outside 0..{vocab_size - 1}")
+        elif not labels_T.is_meta and (bool(lacking.any()) or bool(num_outside)):
+            outside = ((self.ids < 0) | (self.ids >= vocab_size)).nonzero()[:, 0]
+            row = int(lacking.nonzero()[0]) if lacking.any() else int(self._rows(int(outside[0]), 1))
+            first, last = self.offsets[[row, row + 1]].tolist()
             raise ValueError(
-                f"the sampling mask lacks the labels of {int(lacking.sum())} rows, and has {int(outside.sum())} ids "
-                f"outside 0..{vocab_size - 1}, such as row {row} with label {int(labels_T[row])} and ids {ids[:8]}; "
-                "each token must be one of those that it was drawn from"
+                f"the sampling mask lacks the labels of {int(lacking.sum())} rows, and has {int(num_outside)} ids "
+                f"outside 0..{vocab_size - 1}, such as row {row} with label {int(labels_T[row])} and ids "
+                f"{self.ids[first:last][:8].tolist()}; each token must be one of those that it was drawn from"
             )
         return is_empty
 
@@ -167,7 +171,7 @@ class SamplingMask:
         size = entries.stop - entries.start
         first = 0 if not begin else self._total(self.offsets[begin], begin)
         last = self._total(self.offsets[end], end)
-        ids, rows = self.ids[first:last].long() - entries.start, self.rows[first:last] - begin
+        ids, rows = self.ids[first:last].long() - entries.start, self._rows(first, last - first) - begin
         kept = torch.zeros(end - begin, size + 1, dtype=torch.bool, device=ids.device)
         # Ids of other tiles go to the last column.
         kept[rows, torch.where((ids >= 0) & (ids < size), ids, size)] = True

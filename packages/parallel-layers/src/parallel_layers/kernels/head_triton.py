@@ -78,19 +78,21 @@ def _product(hidden, weight, tile_t, tile_v, hidden_size, BT: tl.constexpr, BV: 
 
 @triton.jit
 def mask_bits_kernel(
-    ids_ptr, rows_ptr, bits_ptr, num_ids, num_tokens, first_entry, num_entries, BV: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr, offsets_ptr, bits_ptr, num_tokens, first_entry, num_entries, BV: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Set the bits `[N, 8, T]` int32 of kept entries: bit j of word i of a tile is its column 8 j + i.
+    """Set the bits `[N, 8, T]` int32 of the kept entries of a row: bit j of word i of a tile is its column 8 j + i.
 
     A thread of the kernels below holds all columns 8 j + i of a row for one or two i, and so reads few words.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    entries = tl.load(ids_ptr + at, mask=at < num_ids, other=-1) - first_entry
-    inside = (at < num_ids) & (entries >= 0) & (entries < num_entries)
-    rows = tl.load(rows_ptr + at, mask=inside, other=0)
-    columns = entries % BV
-    words = (entries // BV * 8 + columns % 8).to(tl.int64) * num_tokens + rows
-    tl.atomic_or(bits_ptr + words, 1 << (columns // 8), mask=inside, sem="relaxed")
+    row = tl.program_id(0)
+    end = tl.load(offsets_ptr + row + 1)
+    for begin in range(tl.load(offsets_ptr + row), end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        entries = tl.load(ids_ptr + at, mask=at < end, other=-1) - first_entry
+        inside = (at < end) & (entries >= 0) & (entries < num_entries)
+        columns = entries % BV
+        words = (entries // BV * 8 + columns % 8).to(tl.int64) * num_tokens + row
+        tl.atomic_or(bits_ptr + words, 1 << (columns // 8), mask=inside, sem="relaxed")
 
 
 @triton.jit
