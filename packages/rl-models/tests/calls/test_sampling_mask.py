@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,21 @@ def test_ratios_of_truncated_draws(tiny: Callable[..., Path], truncation: dict[s
     found = actor.log_probs(batch, temperature=0.8)
     torch.testing.assert_close(found.log_probs, batch["log_probs"], rtol=0, atol=1e-5)
     assert (found.entropy[batch.mask] <= counts.log() + 1e-5).all()
+
+
+def test_ratios_of_a_mixture_with_replay(tiny: Callable[..., Path]) -> None:
+    """Experts that another precision chose are replayed, over the tokens that it kept: the rest is rounding."""
+    path = tiny("mixture", initializer_range=0.3)
+    sampler = Actor.from_pretrained(path, device="cpu", dtype=torch.bfloat16)
+    batch = sampler.generate(PROMPTS, max_new_tokens=6, keep_sampling_mask=True, temperature=0.8, top_p=0.9)
+    batch = batch.with_fields(routing=sampler.predict(batch, record_routing=True)["routing"])
+    actor = Actor.from_pretrained(path, device="cpu", max_tokens_per_micro_batch=24)
+    old = actor.log_probs(batch, temperature=0.8).log_probs
+    parts = [actor.log_probs(batch.select([n]), temperature=0.8).log_probs for n in range(len(batch))]
+    torch.testing.assert_close(torch.cat(parts), old, rtol=0, atol=1e-5)
+    difference = (old - batch["log_probs"])[batch.mask].abs().max()
+    whole = actor.log_probs(replace(batch, sampling_mask=None), temperature=0.8).log_probs
+    assert difference < 0.1 < (whole - batch["log_probs"])[batch.mask].abs().max()
 
 
 def invariant_log_probs(group: ProcessGroup, path: Path, dims: ParallelDims, batch: Batch) -> Tensor:
