@@ -110,6 +110,10 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"samples": 1}, "grpo compares the responses to a prompt; samples=1 must be >= 2"),
         ({"steps": 0}, "the command line: steps=0 must be greater than or equal to 1"),
         ({"temperature": 0.0}, "temperature=0.0 must be greater than 0"),
+        (
+            {"rollouts": "vllm", "top_p": 0.9, "sampling.keep_sampling_mask": True},
+            "keep_sampling_mask with rollouts.engine=vllm needs sampling.top_k",
+        ),
         ({"steps": 0, "top_p": 2.0}, "sampling: top_p=2.0 must lie in .*; the command line: steps=0 must be"),
         ({"dims": "tq=2"}, "cannot read 'tq=2'"),
         ({"stop_ids": "a"}, "stop_ids='a' must be numbers"),
