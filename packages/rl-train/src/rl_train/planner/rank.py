@@ -84,6 +84,8 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     if options.cache is not None:
         forward = [part.working for chunk in chunks for part in measure(replace(run, trained=False), chunk)[:-1]]
         step = max(*forward, 4 * options.cache.sequences * run.model.vocab_size)
+        # Sampling masks of the 16 steps between two looks, a bit for each token of the vocabulary.
+        step += 2 * options.cache.sequences * run.model.vocab_size * bool(options.mask_width)
         # The experts of the other ranks; "auto" gathers them into free memory alone.
         others = options.dims.ep - 1 if options.cache.experts == "gather" else 0
         further = others * sum(size for name, size in held.items() if ".experts." in name)
