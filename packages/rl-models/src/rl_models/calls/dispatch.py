@@ -15,7 +15,8 @@ from torch import Tensor
 from parallel_layers.data import split_micro_batches
 from parallel_layers.head import check_token_ids
 from parallel_models.generation import PrefixAffinity
-from rl_models.batch.batch import Batch, prompt_rows, require_batch, token_rows
+from rl_models.batch.batch import Batch, require_batch, token_rows
+from rl_models.batch.prompts import prompt_rows
 
 F = TypeVar("F", bound=Callable[..., Any])
 # For each dp rank, the numbers of its sequences.

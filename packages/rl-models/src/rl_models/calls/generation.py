@@ -13,7 +13,8 @@ from parallel_layers.rotary import require_length
 from parallel_models import Engine, GenerationOptions
 from parallel_models.engine import options_of
 from parallel_models.generation import Prompt, Responses, draw_responses
-from rl_models.batch.batch import Batch, prompt_rows
+from rl_models.batch.batch import Batch
+from rl_models.batch.prompts import prompt_rows
 from rl_models.batch.visual import Visual
 from rl_models.calls.agreement import CallArguments, agree_on_call
 from rl_models.calls.tensor_digests import described_sequences
