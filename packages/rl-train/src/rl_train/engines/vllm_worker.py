@@ -15,6 +15,9 @@ from rl_train.processes.errors import portable
 from rl_train.weight_sync.receiver import WeightReceiver
 from rl_train.weight_sync.transport import device_id
 
+# The classes of vLLM that derive something from weights of other layers.
+_ATTENTION = {"Attention", "MLAAttention"}
+
 
 class VllmWorker:
     """A worker extension class of vLLM (`worker_extension_cls`); `collective_rpc` calls the methods in each worker."""
@@ -56,8 +59,8 @@ class VllmWorker:
     def _finish(self) -> None:
         """Do what `reload_weights` does behind the last tensor of plain weights."""
         for module in self.model_runner.get_model().modules():
-            if (process := getattr(module, "process_weights_after_loading", None)) is not None:
-                process(self.model_runner.model_config.dtype)
+            if not _ATTENTION.isdisjoint(base.__name__ for base in type(module).__mro__):
+                module.process_weights_after_loading(self.model_runner.model_config.dtype)
         for name in ("reset_encoder_cache", "reset_mm_cache"):
             if (reset := getattr(self.model_runner, name, None)) is not None:
                 reset()
