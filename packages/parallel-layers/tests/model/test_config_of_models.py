@@ -376,11 +376,13 @@ def test_granite_hybrid_reads_published_configs_as_transformers_does() -> None:
     assert [config.layer(index).linear_attention for index in range(3)] == [space, None, space]
     assert (config.ropes, config.decoder.intermediate_size, config.logit_scale) == ((None,) * 3, 24, 0.25)
     assert (config.moe[0].intermediate_size, config.moe[0].shared_intermediate_size) == (64, 24)
+    automatic = ModelConfig.from_hf({**published, "mamba_d_head": "auto", "mamba_expand": 4})
+    assert automatic.layer(0).linear_attention == replace(space, head_dim=16)
     dense = ModelConfig.from_hf({**published, "num_local_experts": 0, "position_embedding_type": "rope"})
     assert (dense.moe, [rope is None for rope in dense.ropes]) == ((None,) * 3, [True, False, True])
     for changes, message in (
         ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
-        ({"mamba_d_head": "auto"}, "mamba_d_head='auto' must be a positive integer"),
+        ({"mamba_d_head": "all"}, "mamba_d_head='all' must be a positive integer"),
         ({"time_step_limit": [0.1]}, r"time_step_limit=\[0.1\] must be two numbers"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -136,6 +136,8 @@ def text_config(config: Config) -> Config:
     text["moe_input_size"] = text.get("moe_latent_size") or text.get("hidden_size")
     if isinstance(section := text.get("linear_attn_config"), Mapping):
         text |= {name: section[other] for name, other in LINEAR_SECTION.items() if other in section}
+    if text["mamba_head_dim"] == "auto" and text["mamba_num_heads"]:  # of Granite's hybrids
+        text["mamba_head_dim"] = (text.get("mamba_expand") or 2) * text["hidden_size"] // text["mamba_num_heads"]
     if text.get("num_key_value_heads") is None:
         text["num_key_value_heads"] = text.get("num_attention_heads")
     hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")

@@ -260,6 +260,13 @@ def test_a_published_config_of_kimi_linear_has_the_layout_of_transformers(checkp
     assert [layer for layer in range(9) if "full" in unlisted.kinds(layer)] == [4, 8]
 
 
+def test_a_config_of_granite_states_the_head_size_by_the_width(checkpoint: Checkpoints) -> None:
+    stated = json.loads((checkpoint("granite-hybrid") / "config.json").read_text())
+    size = stated["hidden_size"] // stated["mamba_n_heads"]
+    automatic, explicit = (layout_for({**stated, "mamba_expand": 3, "mamba_d_head": d}) for d in ("auto", 3 * size))
+    assert automatic.canonical == explicit.canonical
+
+
 def test_a_published_config_of_nemotron_h_has_the_layout_of_transformers(checkpoint: Checkpoints) -> None:
     stated = json.loads((checkpoint("nemotron-h") / "config.json").read_text())
     published = {name: value for name, value in stated.items() if name != "layers_block_type"}

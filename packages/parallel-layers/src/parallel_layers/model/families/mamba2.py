@@ -50,7 +50,11 @@ def _granite_mamba(config: Config) -> dict[str, Any]:
 
 def _granite_layers(config: Config) -> dict[str, Any]:
     types = names("layer_types", "layers_block_type")(config)
-    return {"layer_types": [_LAYER_TYPES.get(kind, kind) for kind in types]}
+    fields: dict[str, Any] = {"layer_types": [_LAYER_TYPES.get(kind, kind) for kind in types]}
+    if config.get("mamba_d_head") == "auto":
+        expand = count("mamba_expand", default=2)(config)
+        fields["mamba_d_head"] = expand * count("hidden_size")(config) // count("mamba_n_heads")(config)
+    return fields
 
 
 _NEMOTRON_MAMBA = {
