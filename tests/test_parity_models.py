@@ -193,6 +193,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("GraniteMoeHybrid", GRANITE_HYBRID),
     "granite-hybrid-moe": ("GraniteMoeHybrid", {**GRANITE_HYBRID, **GRANITE_HYBRID_MOE}),
     "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron-h-biases": (
+        "NemotronH",
+        {**NEMOTRON, "layer_types": NEMOTRON["layer_types"][::2] + ["mlp"] * 2, "mlp_bias": True},
+    ),
     "nemotron-h-latent": ("NemotronH", {**NEMOTRON, "moe_latent_size": 12, "use_bias": True}),
     "glm4v": (
         "Glm4v",

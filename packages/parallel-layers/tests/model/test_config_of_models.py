@@ -409,8 +409,8 @@ def test_nemotron_h_has_one_mixer_a_layer_by_names_or_letters() -> None:
     assert (mixture.scoring, mixture.gated, mixture.fp32_router, mixture.latent_size) == ("sigmoid", False, True, 0)
     for changes, message in (
         ({"hybrid_override_pattern": "M+"}, r"hybrid_override_pattern has \['\+'\]; a layer is one of"),
+        ({"layers_block_type": ["mamba", "moe"], "mlp_bias": True}, "mlp_bias=True with layers of experts"),
         ({"layers_block_type": ["mamba", "conv"]}, r"layer_types \['conv'\] are not known for nemotron_h"),
-        ({"mlp_bias": True}, "mlp_bias=True changes the numbers"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu' must be 'silu'"),
     ):
         with pytest.raises(ValueError, match=message):

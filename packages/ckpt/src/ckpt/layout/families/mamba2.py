@@ -69,6 +69,8 @@ _ATTENTION = tuple(
 _TENSORS: tuple[tuple[Layers, str, str, str], ...] = (
     ("dense", "up_proj.weight", "I/tp H", "up_proj.weight"),
     ("dense", "down_proj.weight", "H I/tp", "down_proj.weight"),
+    ("dense", "up_proj.bias", "I/tp", "up_proj.bias"),
+    ("dense", "down_proj.bias", "H", "down_proj.bias"),
     ("moe", "gate.weight", "E H", "gate.weight"),
     ("moe", "gate.e_score_correction_bias", "E", "gate.e_score_correction_bias"),
     ("moe", "fc1_latent_proj.weight", "MI H", "latent_in_proj.weight"),
@@ -83,7 +85,7 @@ _MIXERS = tuple(
         {f"mixer.{name}": shape},
         parallel=f"mlp.{local}",
         layers=layers,
-        when="latent" if "latent" in name else None,
+        when="latent" if "latent" in name else "mlp_bias" if name.endswith("proj.bias") else None,
         # The router is fp32 beside weights of any dtype.
         keep_dtype=name.startswith("gate."),
     )
@@ -98,6 +100,7 @@ NEMOTRON_H = Family(
         "conv_bias": ("use_conv_bias", True),
         "projection_bias": "use_bias",
         "latent": "moe_latent_size",
+        "mlp_bias": "mlp_bias",
         "shared": "n_shared_experts",
     },
     one_mixer=True,

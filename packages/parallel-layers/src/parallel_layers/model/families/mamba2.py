@@ -83,6 +83,8 @@ def _nemotron_layers(config: Config) -> dict[str, Any]:
         if unknown := sorted(set(types) - _LETTERS.keys()):
             raise ValueError(f"the config's hybrid_override_pattern has {unknown}; a layer is one of {[*_LETTERS]}")
     types = [_LETTERS.get(kind) or _LAYER_TYPES.get(kind, kind) for kind in types]
+    if "moe" in types and flag("mlp_bias")(config):
+        raise ValueError("the config's mlp_bias=True with layers of experts, whose projections have no bias here")
     return {"layer_types": types, "num_hidden_layers": len(types)}
 
 
@@ -111,6 +113,7 @@ MAMBA2 = (
             "intermediate_size": count("intermediate_size", default=21504),
             "activation": name("mlp_hidden_act", default="relu2"),
             "gated_mlp": False,
+            "mlp_bias": flag("mlp_bias"),
             "norm_eps": number("layer_norm_epsilon", default=1e-5),
         },
         moe=routed(
