@@ -20,7 +20,7 @@ from parallel_layers import inference, invariant, linear_attention, moe
 from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
-from parallel_layers.head import vocab_parallel_log_probs
+from parallel_layers.head import TeacherHead, TeacherTopK, linear_distillation, vocab_parallel_log_probs
 from parallel_layers.linear import available_overlaps, column_parallel_linear, row_parallel_linear
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention import (
@@ -115,6 +115,26 @@ def head(log_probs: Callable[..., Any]) -> dict[str, Case]:
     return {"": lambda group: run(group, False), "sp": lambda group: run(group, True)}
 
 
+def distilled(sp: bool, **options: Any) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        heads = [torch.randn(VOCAB // group.size(), HIDDEN, requires_grad=True) for _ in range(2)]
+        shards: dict[str, Any] = {"group": group, "sequence_parallel": sp, "vocab_size": VOCAB}
+        teacher = TeacherHead(tokens(group, sp).detach(), heads[1].detach(), **shards)
+        return linear_distillation(tokens(group, sp), heads[0], teacher, **shards, **options)
+
+    return run
+
+
+def listed(sp: bool) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        weight = torch.randn(VOCAB // group.size(), HIDDEN, requires_grad=True)
+        teacher = TeacherTopK(torch.arange(3).expand(TOKENS, 3), torch.full((TOKENS, 3), -2.0))
+        shards: dict[str, Any] = {"group": group, "sequence_parallel": sp, "vocab_size": VOCAB}
+        return linear_distillation(tokens(group, sp), weight, teacher, **shards)
+
+    return run
+
+
 def values(sp: bool) -> Case:
     def run(group: ProcessGroup) -> Tensor:
         head = pl.VocabParallelHead(HIDDEN, 2, group=group, sequence_parallel=sp, bias=True, replicated=True)
@@ -135,11 +155,21 @@ def attention(attend: Callable[..., Tensor], **options: Any) -> Case:
     )
 
 
-def recurrence(group: ProcessGroup) -> Tensor:
+def recurrence(operator: Callable[..., Any]) -> Case:
+    def run(group: ProcessGroup) -> Tensor:
+        bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
+        q, k, v = (numbers(TOKENS // group.size(), 2, 6) for _ in range(3))
+        gates = numbers(TOKENS // group.size(), 2).sigmoid()
+        return operator(q, k, v, -gates, gates, bounds, group=group)[0]
+
+    return run
+
+
+def exchanged_state_space(group: ProcessGroup) -> Tensor:
     bounds = torch.tensor([0, TOKENS], dtype=torch.int32)
-    q, k, v = (numbers(TOKENS // group.size(), 2, 6) for _ in range(3))
-    gates = numbers(TOKENS // group.size(), 2).sigmoid()
-    return linear_attention.context_parallel_delta_rule(q, k, v, -gates, gates, bounds, group=group)[0]
+    x, b, c = (numbers(TOKENS // group.size(), 2, 6) for _ in range(3))
+    dt = numbers(TOKENS // group.size(), 2).sigmoid()
+    return linear_attention.ulysses_state_space(x, dt, -torch.ones(2), b, c, bounds, group=group)[0]
 
 
 def convolution(group: ProcessGroup) -> Tensor:
@@ -293,13 +323,19 @@ CASES: dict[str, dict[str, Case]] = {
         "": lambda _: inference.sample(torch.randn(5, 8), torch.rand(5)),
         "vocabulary-parallel": draw(),
         "with top-k": draw(top_k=3),
-        "with top-p alone": draw(top_p=0.5),
+        "with top-p or min-p alone": draw(top_p=0.5),
     },
     "linear_log_probs": head(pl.linear_log_probs),
     "VocabParallelHead": layer(
         lambda group, sp: pl.VocabParallelHead(HIDDEN, VOCAB, group=group, sequence_parallel=sp), torch.arange(TOKENS)
     )
     | {"values": values(False), "values, sp": values(True)},
+    "linear_distillation": {
+        "": distilled(False),
+        "sp": distilled(True),
+        "mixtures": distilled(False, divergence="jensen_shannon", mixture=0.5),
+    },
+    "TeacherTopK": {"": listed(False), "sp": listed(True)},
     "vocab_parallel_log_probs": loss(vocab_parallel_log_probs, LABELS),
     "tp_invariant": {
         "row-parallel": row_parallel(False, invariant.tp_invariant),
@@ -313,7 +349,9 @@ CASES: dict[str, dict[str, Case]] = {
         "": attention(context_parallel.ring_attention),
         "window": attention(context_parallel.ring_attention, window=3),
     },
-    "context_parallel_delta_rule": {"": recurrence},
+    "context_parallel_delta_rule": {"": recurrence(linear_attention.context_parallel_delta_rule)},
+    "ulysses_delta_rule": {"": recurrence(linear_attention.ulysses_delta_rule)},
+    "ulysses_state_space": {"": exchanged_state_space},
     "context_parallel_convolution": {"": convolution},
     "split_micro_batches": {"": lambda group: split_micro_batches([3, 1, 2], 4, group=group)},
     "clip_grad_norm_": {"": clipped},
