@@ -107,8 +107,9 @@ def test_adapters_are_synced_merged_and_alone(llama: Path, actor: Actor, engine:
         engine.update_weights(actor, 3)
 
 
-def test_weights_are_copied_into_the_parameters(llama: Path, actor: Actor) -> None:
+def test_weights_are_copied_into_the_parameters(llama: Path) -> None:
     """From the third weight sync on, in a process that keeps weights as a GPU does."""
+    actor = Actor.from_pretrained(llama, device="cpu")
     worker = f"{__name__.rpartition('.')[0]}.plain_on_cpu.PlainWorker"
     engine = VllmEngine(actor, llama, devices=[""], worker_extension_cls=worker, **SETTINGS)
     try:
