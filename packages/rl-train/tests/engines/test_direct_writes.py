@@ -114,12 +114,15 @@ def packs_experts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("fault", [computes, halves, is_quantized, packs_experts])
-def test_models_that_stay_with_vllm_s_way(fault: Any) -> None:
+def test_models_that_stay_with_vllm_s_way(fault: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """A loader whose copies cannot be recorded is named in a warning."""
     engine = Engine()
     fault(engine)
     for seed in range(4):
         engine.sync(seed)
     assert engine.calls == ["reload"] * 4
+    warnings = [str(warning.message) for warning in recwarn if "keep vLLM's reload_weights" in str(warning.message)]
+    assert len(warnings) == (fault in (computes, halves))
 
 
 def test_a_parameter_without_a_copy() -> None:

@@ -57,7 +57,10 @@ DIVERGENCES: dict[str, Callable[[float], Divergence]] = {
 
 
 class Constants(NamedTuple):
-    """What determines the gradient of the student's logits, each `[T]`: log-sum-exps, sum of c, upstream gradient."""
+    """The numbers of each token, `[T]`, from which the backward computes the gradient of the student's logits.
+
+    They are the log-sum-exps of the teacher and of the student, the sum of c, and the upstream gradient.
+    """
 
     teacher: Tensor
     student: Tensor

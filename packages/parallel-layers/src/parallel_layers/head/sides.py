@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     tokens: slice
     entries: slice
     products: tuple[Tensor, ...]
-    """Of each side, `[t, v]`, in fp32 (fp64 for a student in fp64); the next tile overwrites them."""
+    """The logits `[t, v]` of each side before scaling, fp32 (fp64 for a student in fp64). The next tile reuses them."""
     operands: tuple[Tensor, Tensor]
     """The last side's hidden states and rows, in the dtype of the GEMMs."""
 

@@ -1,4 +1,4 @@
-"""What a student is distilled from: a teacher's head, its most likely tokens, or its log-probs of sampled tokens."""
+"""The forms of a teacher: its head, its most likely tokens, or its log-probs of sampled tokens."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ tensor. These copies are recorded once, and checked against `reload_weights`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -109,9 +110,9 @@ class DirectWrites:
         try:
             with recorder, torch.no_grad():
                 self._model.load_weights(iter(shapes.items()))  # type: ignore[operator]
-        except Exception:
-            # A loader that computes something, or wants memory: vLLM's own way stays.
+        except Exception as error:  # a loader that computes something, or wants memory, may raise any error
             self._refused = True
+            warnings.warn(f"weight syncs keep vLLM's reload_weights, which is slower: {error!r}", stacklevel=2)
             return
         self._writes, self._addresses = recorder.writes, self._storages()
         written = {write.target.untyped_storage().data_ptr() for writes in self._writes.values() for write in writes}
