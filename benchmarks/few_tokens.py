@@ -1,10 +1,11 @@
 """The parts of a decoding step over ranks: exchanges of few tokens beside NCCL's, and experts on few tokens.
 
-    torchrun --nproc-per-node 2 benchmarks/few_tokens.py        # all-reduce, reduce-scatter, all-gather
+    torchrun --nproc-per-node 2 benchmarks/few_tokens.py        # all-reduce, with a norm, reduce-scatter, all-gather
     python benchmarks/few_tokens.py                             # experts of Qwen3-30B-A3B's layer
     python benchmarks/few_tokens.py --tiny                      # to see that it works, on a CPU too
 
-Exchanges are times of one in a CUDA graph of 64, in microseconds; on a CPU both are gloo's. Experts are the ordinary
+Exchanges are times of one in a CUDA graph of 64, in microseconds; on a CPU both are gloo's. The last column has an
+all-reduce with the residual addition and the norm behind it, as one kernel and as two of ours. Experts are the ordinary
 layer and the layer of a decoding step, with the time that reading its weights takes at the rate of a copy.
 """
 
@@ -29,12 +30,13 @@ from measure import (
     write_json,
 )  # fmt: skip
 
+from parallel_layers import RMSNorm
 from parallel_layers.inference import decoding_attributes
-from parallel_layers.linear import exchange_few
+from parallel_layers.linear import exchange_few, sum_and_norm
 from parallel_layers.module import view_of
 from parallel_layers.moe import MoE, MoEConfig
 
-SHAPES = [(128, 2048), (128, 4096), (256, 4096)]
+SHAPES = [(32, 4096), (64, 4096), (128, 2048), (128, 4096), (256, 4096)]
 IN_GRAPH = 64
 
 
@@ -72,7 +74,11 @@ def exchanges(shapes: list[tuple[int, int]], rounds: int) -> list[list[object]]:
             f"{in_graph(partial(exchange_few, x, group, kind), rounds):.1f} / {in_graph(own[kind], rounds):.1f}"
             for kind in own
         ]
-        rows.append([list(shape), *cells])
+        residual, norm = torch.randn_like(x), RMSNorm(shape[1], dtype=x.dtype, device=DEVICE)
+        with torch.no_grad():
+            fused = in_graph(partial(sum_and_norm, x, residual, norm, group), rounds)
+            apart = in_graph(lambda: norm.add_and_norm(exchange_few(x, group, "all-reduce"), residual), rounds)  # noqa: B023
+        rows.append([list(shape), *cells, f"{fused:.1f} / {apart:.1f}"])
     return rows
 
 
@@ -102,7 +108,11 @@ def main() -> None:
     hidden, shapes = 2048, SHAPES
     if args.tiny:
         config, hidden, shapes = MoEConfig(num_experts=8, top_k=2, intermediate_size=32), 64, [(8, 64)]
-    heads = ["ours / the group's", "all-reduce", "reduce-scatter", "all-gather"] if world > 1 else ["layer", "us"]
+    heads = (
+        ["ours / the group's", "all-reduce", "reduce-scatter", "all-gather", "all-reduce, addition, norm"]
+        if world > 1
+        else ["layer", "us"]
+    )
     rows = exchanges(shapes, args.rounds) if world > 1 else experts(args.tokens, hidden, config, args.rounds)
     if rank == 0:
         print(json.dumps(machine()))

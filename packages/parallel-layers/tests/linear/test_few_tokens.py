@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_layers.linear.few_tokens import HALF_BYTES, exchange_few, takes
+from parallel_layers.linear.few_tokens import HALF_BYTES, exchange_few, sum_and_add, sum_and_norm, takes
+from parallel_layers.norm.rms import RMSNorm
 from parallel_layers.testing import RankPool
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -47,6 +48,29 @@ def test_every_kind_on_gloo(ranks: RankPool) -> None:
 @pytest.mark.gpu(2)
 def test_every_kind_on_gpus(nccl_ranks: RankPool) -> None:
     nccl_ranks.run(exchange, "cuda", timeout=100)
+
+
+def sum_with_residual(group: ProcessGroup, device: str) -> None:
+    """The bits of an all-reduce and an addition, and the norm: few elements, no whole tile, many rows."""
+    for seed, shape in enumerate([(3, 8), (5, 200), (128, 4096), (256, 4096)] * 2):
+        x, residual = (numbers(rank, shape, seed, device) for rank in (group.rank(), 9))
+        norm = RMSNorm(shape[1], unit_offset=seed % 2 == 1, device=device, dtype=x.dtype)
+        with torch.no_grad():
+            norm.weight.copy_(numbers(8, (1, shape[1]), seed, device)[0])
+            stream = residual + expected("all-reduce", group.rank(), group.size(), shape, seed, device)
+            normed, total = sum_and_norm(x, residual, norm, group)
+            assert torch.equal(sum_and_add(x, residual, group), stream)
+            assert torch.equal(total, stream)
+            torch.testing.assert_close(normed.float(), norm(stream.float()), rtol=2.0**-8, atol=0)
+
+
+def test_sums_with_the_residual_and_the_norm_on_gloo(ranks: RankPool) -> None:
+    ranks.run(sum_with_residual, "cpu", world=2)
+
+
+@pytest.mark.gpu(2)
+def test_sums_with_the_residual_and_the_norm_on_gpus(nccl_ranks: RankPool) -> None:
+    nccl_ranks.run(sum_with_residual, "cuda", timeout=100)
 
 
 def replay(group: ProcessGroup) -> None:

@@ -1,6 +1,6 @@
 from parallel_layers.linear.block_scaled import SCALES as SCALES, dense_weight as dense_weight
 from parallel_layers.linear.execution import with_execution as with_execution
-from parallel_layers.linear.few_tokens import exchange_few as exchange_few
+from parallel_layers.linear.few_tokens import exchange_few as exchange_few, sum_and_norm as sum_and_norm
 from parallel_layers.linear.float8 import (
     RECIPES as RECIPES,
     require_float8 as require_float8,

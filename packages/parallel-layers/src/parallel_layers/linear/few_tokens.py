@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
+from parallel_layers.kernels import peers
 from parallel_layers.kernels.peers import BLOCKS, FLAG_BYTES, MAX_RANKS, exchange
+from parallel_layers.kernels.rms_norm import supports_rms_norm
 from parallel_layers.linear.symmetric_memory import PeerMemory, why_not_symmetric_memory
+from parallel_layers.norm.rms import RMSNorm
 
 HALF_BYTES = 4 * 2**20
 """The largest tensor that goes over symmetric memory; beyond it every rank would read too much."""
@@ -54,16 +57,58 @@ def takes(x: Tensor, group: ProcessGroup) -> bool:
 
 
 def _over_peers(x: Tensor, group: ProcessGroup, kind: Kind) -> Tensor:
+    size = group.size()
+    rows = {"all-reduce": len(x), "reduce-scatter": len(x) // size, "all-gather": len(x) * size}[kind]
+    out = x.new_empty(rows, *x.shape[1:])
+    exchange(x, out, kind, **_buffer(x, group))
+    return out
+
+
+def _buffer(x: Tensor, group: ProcessGroup) -> dict[str, Any]:
+    """Return the arguments of a kernel for the group's buffers."""
     of_group = _buffers.setdefault(group, {})
     if x.device not in of_group:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot map memory of other ranks; run the step once before capturing it")
         of_group[x.device] = _Buffer(group, x.device)
-    buffer, size = of_group[x.device], group.size()
-    rows = {"all-reduce": len(x), "reduce-scatter": len(x) // size, "all-gather": len(x) * size}[kind]
-    out = x.new_empty(rows, *x.shape[1:])
-    exchange(
-        x, out, kind, buffers=buffer.memory.addresses, half_bytes=HALF_BYTES, counters=buffer.counters,
-        rank=group.rank(), ranks=size,
+    buffer = of_group[x.device]
+    return {
+        "buffers": buffer.memory.addresses,
+        "half_bytes": HALF_BYTES,
+        "counters": buffer.counters,
+        "rank": group.rank(),
+        "ranks": group.size(),
+    }
+
+
+def sum_and_add(x: Tensor, residual: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of x over the ranks plus the residual, `[T, H]`: by one kernel, or as `exchange_few` sums.
+
+    Both ways round the sum to x's dtype before the addition, and give the same bits on all ranks.
+    """
+    return _sum(x, residual, None, group)[1] if _fuses(x, residual, group) else residual + _total(x, group)
+
+
+def sum_and_norm(x: Tensor, residual: Tensor, norm: RMSNorm, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return `(norm(s), s)` for `s = sum_and_add(x, residual, group)`, see `Norm.add_and_norm`."""
+    if _fuses(x, residual, group) and supports_rms_norm(x, norm.weight, residual):
+        return _sum(x, residual, norm, group)
+    return RMSNorm.add_and_norm(norm, _total(x, group), residual)  # a view's method may be this function
+
+
+def _total(x: Tensor, group: ProcessGroup) -> Tensor:
+    return exchange_few(x, group, "all-reduce")
+
+
+def _fuses(x: Tensor, residual: Tensor, group: ProcessGroup) -> bool:
+    return takes(x, group) and residual.shape == x.shape and residual.dtype == x.dtype
+
+
+def _sum(x: Tensor, residual: Tensor, norm: RMSNorm | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    normed = total if norm is None else torch.empty_like(total)
+    peers.sum_and_norm(
+        x.contiguous(), residual.contiguous(), None if norm is None else norm.weight.contiguous(), total, normed,
+        eps=0.0 if norm is None else norm.eps, unit_offset=norm is not None and norm.unit_offset, **_buffer(x, group),
     )  # fmt: skip
-    return out
+    return normed, total

@@ -225,6 +225,10 @@ class DecoderLayer(nn.Module):
         x = x if name is None else getattr(self, name)(x)
         return x if self.config.residual_multiplier == 1 else x * self.config.residual_multiplier
 
+    def add_mlp(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """Add the output x of the MLP to the residual stream."""
+        return hidden + self._norm(self.norms.mlp_out, x)
+
     def forward(
         self,
         hidden: Tensor,
@@ -269,7 +273,7 @@ class DecoderLayer(nn.Module):
                 x = self.mlp(x, routing, hidden if self.mlp.config.branch_norms else None)
             else:
                 x = self.mlp(x)
-            hidden = hidden + self._norm(self.norms.mlp_out, x)
+            hidden = self.add_mlp(hidden, x)
         if self.config.per_layer_size:
             if per_layer is None:
                 raise ValueError(
