@@ -25,7 +25,8 @@ from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.conversations import Conversation, Conversations, Talk, totals
 from rl_train.loop.scoring import Scorer
-from rl_train.options.options import DataOptions, TrainOptions
+from rl_train.options.groups import DataOptions
+from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import MODEL, VOCABULARY
 from rl_train.rewards.function import Rewards
 

@@ -21,7 +21,8 @@ from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
-from rl_train.options.options import RolloutOptions, TrainOptions
+from rl_train.options.groups import RolloutOptions
+from rl_train.options.options import TrainOptions
 
 Run = Callable[..., Loop]
 

@@ -24,9 +24,10 @@ from rl_train.loop.run import _models
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.command import PANELS
 from rl_train.options.derived import check, engine_options, optimizer_options
+from rl_train.options.groups import ImportanceOptions
 from rl_train.options.names import SHORT_NAMES, THEIRS
 from rl_train.options.nested import attribute_texts
-from rl_train.options.options import ImportanceOptions, TrainOptions
+from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
 
 NEEDED: dict[str, Any] = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}

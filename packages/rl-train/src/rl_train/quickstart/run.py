@@ -16,7 +16,8 @@ from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.run import train_in_place
 from rl_train.loop.score import ScoreOptions, score
-from rl_train.options.options import CriticOptions, ObjectiveOptions, TrainOptions
+from rl_train.options.groups import CriticOptions, ObjectiveOptions
+from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import RESPONSE_LENGTH, make_checkpoint, write_prompts
 from rl_train.report.html_report import PAGE, draw_curve, missing_plots
 from rl_train.report.lines import read_lines
