@@ -7,10 +7,10 @@ engine gets are their bf16 roundings. Printed for each learning rate: the share 
 and 4096 values with a change, in the last step; and the bytes of values with 4-byte indices, relative to a full copy.
 
 Then the seconds of a weight sync in which a rank sends `--mb` of its own shard, whole or as changed values with 4-byte
-indices in a bucket. The rank compares each bucket with the last version in (page-locked) host memory, and brings that
-up to date; the receiver writes into its parameters in place. Both are measured here, on the GPU where there is one; the
-time of the network is bytes over its speed, and nothing overlaps. `pays below` is the speed of a network at which both
-weight syncs take equally long.
+indices in a bucket (`--rollouts.changed-weights`). The rank compares each bucket with the last version in (page-locked)
+host memory, and brings that up to date; the receiver writes into its parameters in place. Both are measured here, on
+the GPU where there is one; the time of the network is bytes over its speed, and nothing overlaps. `pays below` is the
+speed of a network at which both weight syncs take equally long.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from measure import CUDA, DEVICE, machine, synchronize, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_train.weight_sync import BUCKET_BYTES
+from rl_train.weight_sync import BUCKET_BYTES, changes_since
 
 
 def shares(rate: float, steps: int, hidden: int, layers: int) -> list[float]:
@@ -66,7 +66,7 @@ def transfers(share: float, megabytes: int) -> tuple[float, float, float]:
     sent = torch.where(torch.rand(len(new), device=DEVICE) < share, new + 1, new).cpu()
     sent = sent.pin_memory() if CUDA else sent
     before, ring, received = sent.clone(), torch.empty_like(new[:bucket]), torch.empty_like(new)
-    changes: list[tuple[torch.Tensor, torch.Tensor]] = []
+    changes: list[tuple[torch.Tensor | None, torch.Tensor]] = []
 
     def pack() -> None:
         for part in new.split(bucket):
@@ -74,15 +74,16 @@ def transfers(share: float, megabytes: int) -> tuple[float, float, float]:
 
     def find() -> None:
         changes.clear()
-        for part, last in zip(new.split(bucket), sent.split(bucket), strict=True):
-            indices = (part != last.to(DEVICE, non_blocking=True)).nonzero()[:, 0].int()
-            values = part[indices]
-            last.index_copy_(0, indices.cpu().long(), values.cpu())
-            changes.append((indices, values))
+        changes.extend(
+            changes_since(last, part) for part, last in zip(new.split(bucket), sent.split(bucket), strict=True)
+        )
 
     def write() -> None:
-        for part, (indices, values) in zip(received.split(bucket), changes, strict=True):
-            part.index_copy_(0, indices.long(), values)
+        for part, (places, values) in zip(received.split(bucket), changes, strict=True):
+            if places is None:
+                part.copy_(values)
+            else:
+                part.index_put_((places.long(),), values)
 
     finding = []
     for _ in range(3):
@@ -110,9 +111,9 @@ def main() -> None:
     rows = []
     for rate, share in found:
         pack, find, write = transfers(share, options.mb)
-        size, longer = options.mb * 2**20 / 1e9, find + write - pack
-        totals = [f"{pack + size / speed:.2f} / {find + 3 * share * size / speed + write:.2f}" for speed in speeds]
-        pays = max(0.0, size * (1 - 3 * share)) / longer if longer > 0 else float("inf")
+        size, longer, part = options.mb * 2**20 / 1e9, find + write - pack, min(1.0, 3 * share)
+        totals = [f"{pack + size / speed:.2f} / {find + part * size / speed + write:.2f}" for speed in speeds]
+        pays = size * (1 - part) / longer if longer > 0 else float("inf")
         rows.append((f"{rate:.0e}", pack, find, write, *totals, pays))
     print(machine(), f"{options.mb} MB; seconds, whole / changed at a network's GB/s")
     print(table(("learning rate", "pack", "find", "write", *(f"{speed} GB/s" for speed in speeds), "pays below"), rows))

@@ -2,6 +2,7 @@
 
     python benchmarks/handover.py --shape 8b                     # engines on another GPU and on the actor's own GPU
     python benchmarks/handover.py --shape 8b --bucket-mib 64 128 256 512
+    python benchmarks/handover.py --shape 8b --places "another GPU" --changed 0.01    # and of changed values alone
     python benchmarks/handover.py --tiny                         # on CPUs, by gloo over TCP
 
 The weights are random and made on the device; the checkpoint's files are holes. The first weight sync makes process
@@ -107,14 +108,25 @@ def place_of(index: int) -> str:
     return visible.split(",")[index] if visible else str(index)
 
 
-def measure(actor: Actor, engine: EngineOnRanks, rounds: int) -> dict[str, Any]:
+def change(actor: Actor, share: float) -> None:
+    """Change a share of the actor's values."""
+    for parameter in actor.engine.module.parameters():
+        values = parameter.data.view(-1)
+        values[torch.randint(len(values), (int(share * len(values)),), device=values.device)] *= 1.5
+
+
+def measure(actor: Actor, engine: EngineOnRanks, rounds: int, share: float = 0.0) -> dict[str, Any]:
     """Return the seconds of the first and of later weight syncs; of a native engine, whether it draws as the actor."""
+    times = []
     try:
-        times = [seconds(lambda to=version: engine.update_weights(actor, to)) for version in range(1, 2 + rounds)]
+        for version in range(1, 2 + rounds):
+            change(actor, share)
+            times.append(seconds(lambda to=version: engine.update_weights(actor, to)))
         found = {"first s": times[0], "later s": statistics.median(times[1:]), "least s": min(times[1:])}
         if isinstance(engine, SeparateEngine):
             sender, greedy = engine.shards, SamplingOptions(16, temperature=0.0)
             found["way"] = "in place" if sender is None else sender.backend
+            found["GB"] = 0 if sender is None else sender.sent_bytes / 1e9
             found["copies"] = 0 if sender is None else sum(map(len, sender.plan.rounds))
             drawn = engine.generate([PROMPT], greedy), actor.generate([PROMPT], **vars(greedy))
             found["weights"] = "right" if torch.equal(*(batch.tokens.cpu() for batch in drawn)) else "WRONG"
@@ -137,7 +149,13 @@ def stages(actor: Actor, bucket_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def report_of(
-    folder: Path, size: int, buckets: Sequence[int], rounds: int, check: bool, wanted: Sequence[str] | None
+    folder: Path,
+    size: int,
+    buckets: Sequence[int],
+    rounds: int,
+    check: bool,
+    wanted: Sequence[str] | None,
+    changed: float,
 ) -> list[dict[str, Any]]:
     """Return a row for each place of the engine and each size of buckets."""
     import handover  # the engine's process imports its class from this module
@@ -161,6 +179,12 @@ def report_of(
             found = measure(actor, native, rounds)
             row = {"engine": place, "bucket MiB": mib, "GB/s": size / found["later s"] / 1e9}
             row |= found | before | {"and send s": dropping["later s"]}
+            if changed:
+                native = SeparateEngine(
+                    actor, folder, devices=[device], bucket_bytes=bucket_bytes, check=check, changed_only=True
+                )
+                found = measure(actor, native, rounds, changed)
+                row |= {f"changed {name}": found[name] for name in ("first s", "later s", "GB", "weights")}
             rows.append(row)
             print(row, flush=True)
     del actor
@@ -176,6 +200,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", help="Where engines run, such as 'another GPU' (default: all places).")
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256 if CUDA else 64], help="Sizes of buckets.")
     parser.add_argument("--check", action="store_true", help="Compare a checksum of each tensor.")
+    parser.add_argument("--changed", type=float, default=0.0, help="Share of changed values, which are sent alone.")
     parser.add_argument("--rounds", type=int, default=5, help="Weight syncs that are counted.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model, in small buckets.")
     parser.add_argument("--json", help="Write the figures to this file.")
@@ -185,7 +210,7 @@ def main() -> None:
         shape = {**shape, "num_hidden_layers": args.layers}
     with tempfile.TemporaryDirectory() as name:
         size = write_holes(Path(name), shape)
-        rows = report_of(Path(name), size, args.bucket_mib, args.rounds, args.check, args.places)
+        rows = report_of(Path(name), size, args.bucket_mib, args.rounds, args.check, args.places, args.changed)
     if CUDA:
         torch.cuda.empty_cache()
     limits = ceilings(size, args.rounds)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 import ckpt
 from ckpt.transfer import TargetShards, receive_hf
@@ -69,6 +70,15 @@ class Engine:
             receive_hf(named_tensors, self.layout, [(part.place, expected)])
             assert all(torch.equal(part.tensors[name], tensor) for name, tensor in expected.items())
 
+    def require_bits(self, named_tensors: list[tuple[str, Tensor]]) -> None:
+        for part in self.parts:
+            expected = {name: torch.full_like(tensor, 7) for name, tensor in part.tensors.items()}
+            receive_hf(named_tensors, self.layout, [(part.place, expected)])
+            bits = [
+                x.contiguous().view(torch.uint8) for pair in expected.items() for x in (pair[1], part.tensors[pair[0]])
+            ]
+            assert all(torch.equal(a, b) for a, b in zip(bits[::2], bits[1::2], strict=True))
+
     def close(self) -> None:
         for part in self.parts:
             part.receiver.close()
@@ -123,6 +133,57 @@ def synced(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid
         engine.close()
     sender.close()
     return sum(copy.nbytes for copies in rounds for copy in copies)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    values = parameter.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def changed(group: ProcessGroup, model: Path, dims: ParallelDims, grid: ckpt.Grid) -> list[int]:
+    """Send versions to two engines as changed values, and return the bytes that this rank sends for each.
+
+    All values, few, none, all again, few after a refusal, which must be all, and few to an engine that has others.
+    """
+    mesh = dims.build_mesh("cpu", range(dims.world_size))
+    actor = Actor.from_pretrained(model, dims=dims, mesh=mesh, device="cpu")
+    parameters = [local_part(x) for x in actor.engine.module.parameters()]
+    size = (model / "model.safetensors").stat().st_size // 8
+    sender = ShardSender(check=True, bucket_bytes=size, changed_only=True)
+    engines = [Engine(model, grid) for _ in range(2)] if group.rank() == 0 else None
+
+    sent = []
+    for version, change in enumerate(("few", "few", "none", "all", "few", "few")):
+        for parameter in parameters:
+            if change == "few":
+                parameter.view(-1)[version::100].neg_()
+            elif change == "all":
+                parameter.add_(0.01)
+        if version == 4:
+            refused(sender, actor, engines)
+        sender.sync(actor, engines)
+        sent.append(sender.sent_bytes)
+        whole = [(name, tensor.clone()) for name, tensor in actor.stream_weights(to=[0])]
+        for engine in engines or ():
+            engine.require_bits(whole)
+    begun = time.monotonic()
+    if engines is not None:  # a value that no weight sync has written
+        next(iter(engines[0].parts[0].tensors.values())).view(-1)[-1] += 1
+        with pytest.raises(ValueError, match="has other bits than at the sender"):
+            sender.sync(actor, engines)
+    else:
+        with pytest.raises(BucketMissed):
+            sender.sync(actor, None)
+    assert time.monotonic() - begun < 10
+    if engines is not None:
+        engines[0].close()
+        engines[0] = TakesWholeTensors(model, grid)
+    with pytest.raises(ValueError, match="takes whole tensors; changed weights alone"):
+        sender.sync(actor, engines)
+    for engine in engines or ():
+        engine.close()
+    sender.close()
+    return sent
 
 
 def refused(sender: ShardSender, actor: Actor, engines: list[Engine] | None) -> None:
@@ -180,3 +241,25 @@ def test_nccl_needs_a_gpu_for_each_process(ranks: list[str], engine: list[str], 
             _ = parties.backend
     else:
         assert parties.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "grid"),
+    [
+        ("mixture", ParallelDims(dp=2, ep=2), ckpt.Grid(tp=2)),
+        pytest.param("tied", ParallelDims(pp=2), ckpt.Grid(ep=1), marks=pytest.mark.slow),
+        pytest.param("llama", ParallelDims(tp=2), ckpt.Grid(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_changed_values_alone_are_sent(
+    ranks: RankPool, folders: dict[str, Path], name: str, dims: ParallelDims, grid: ckpt.Grid
+) -> None:
+    """Engines hold the actor's bits after each version; the bytes are counted."""
+    for everything, few, nothing, every, anew, behind in ranks.run(
+        changed, folders[name], dims, grid, world=2, timeout=60
+    ):
+        assert everything <= every <= 1.1 * everything
+        assert anew == everything
+        assert nothing < few < 0.1 * everything
+        assert abs(few - behind) < 0.2 * few

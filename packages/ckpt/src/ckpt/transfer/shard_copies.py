@@ -119,12 +119,25 @@ class ShardCopy:
         values = holdings.values(self.held, self.copy.source_range)
         buffer.view(values.shape).copy_(values)
 
-    def write(self, chunks: Sequence[Mapping[str, Tensor]], buffer: Tensor) -> None:
-        """Write values into a receiver's tensors."""
+    def target(self, chunks: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Return the box of a receiver's tensors, a view."""
         target = chunks[self.chunk][self.local].detach()
         local, _ = on_this_rank(self.local, target, tuple(target.shape))
-        view = view_of(local, self.copy.destination_range)
-        view.copy_(buffer.view(view.shape))
+        return view_of(local, self.copy.destination_range)
+
+    def write(self, chunks: Sequence[Mapping[str, Tensor]], values: Tensor, indices: Tensor | None = None) -> None:
+        """Write values into a receiver's tensors.
+
+        Args:
+            chunks: The receiver's tensors by local name, one mapping for each chunk.
+            values: The values of the whole box, or `[n]` of some elements.
+            indices: `[n]`, the numbers of these elements in the box, in the order of its values.
+        """
+        target = self.target(chunks)
+        if indices is None:
+            target.copy_(values.view(target.shape))
+        else:
+            target.index_put_(torch.unravel_index(indices.long(), target.shape), values.to(target.dtype))
 
 
 def plan_copies(holdings: Holdings, targets: Sequence[TargetShards]) -> list[ShardCopy]:

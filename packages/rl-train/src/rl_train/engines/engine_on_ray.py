@@ -49,6 +49,7 @@ class EngineOnRay(EngineOnRanks):
             has, too.
         sleeps, weight_format: See `EngineOnRanks`.
         silence, timeout: See `processes`.
+        changed_only: See `ShardSender`.
         check, bucket_bytes, **options: See `EnginePool`.
         in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
 
@@ -69,11 +70,12 @@ class EngineOnRay(EngineOnRanks):
         timeout: float = 1800.0,
         check: bool = False,
         bucket_bytes: int | None = None,
+        changed_only: bool = False,
         in_flight: bool = False,
         **options: Any,
     ) -> None:
         self._share, self._limits = share, (silence, timeout)
-        self._sending: dict[str, Any] = {"check": check, "bucket_bytes": bucket_bytes}
+        self._sending: dict[str, Any] = {"check": check, "bucket_bytes": bucket_bytes, "changed_only": changed_only}
         self._bundles = share.take(len(share.placement), [1])
         # The newest Ray actor of each engine, by name.
         self._actors: dict[str, Any] = {}
@@ -134,6 +136,7 @@ def _send(
     *,
     check: bool,
     bucket_bytes: int | None,
+    changed_only: bool,
 ) -> Exception | None:
     """Send a rank's weights to the engines in Ray actors; return the error of an engine, or a bucket that was missed.
 
@@ -141,7 +144,7 @@ def _send(
     """
     options = check, bucket_bytes, import_ray().util.get_node_ip_address()
     if actor not in _SENDERS or _SENDERS[actor][1].options != options:
-        _SENDERS[actor] = ShardSender(*options), WeightSender(*options)
+        _SENDERS[actor] = ShardSender(*options, changed_only=changed_only), WeightSender(*options)
     shards, sender = _SENDERS[actor]
     with ExitStack() as stack:
         engines: list[Process] | None = None

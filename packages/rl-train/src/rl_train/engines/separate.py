@@ -30,7 +30,7 @@ class SeparateEngine(EngineOnRanks):
         devices: The ids of the devices, as in `CUDA_VISIBLE_DEVICES`; an empty id is a CPU.
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
         check: Compare checksums of the weights that go to another process.
-        bucket_bytes: The most bytes that a process sends or receives at once; see `ShardSender`.
+        bucket_bytes, changed_only: See `ShardSender`.
         timeout: See `processes`.
         in_flight: Take requests and weights while the engines draw, see `InFlightPool`.
         max_sequences: The number of responses that an engine draws side by side.
@@ -52,6 +52,7 @@ class SeparateEngine(EngineOnRanks):
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         check: bool = False,
         bucket_bytes: int | None = None,
+        changed_only: bool = False,
         timeout: float = 1800.0,
         in_flight: bool = False,
         max_sequences: int = 512,
@@ -66,7 +67,7 @@ class SeparateEngine(EngineOnRanks):
             engines = processes(make, groups, timeout=timeout)
             return pool(engines, check=check, bucket_bytes=bucket_bytes, max_responses=max_sequences)
 
-        self.shards: ShardSender | None = ShardSender(check, bucket_bytes)
+        self.shards: ShardSender | None = ShardSender(check, bucket_bytes, changed_only=changed_only)
         super().__init__(actor, model, start, ranks=[0])
 
     def _send(self) -> Exception | None:

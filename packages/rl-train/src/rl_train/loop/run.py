@@ -201,6 +201,7 @@ def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
             dims=ParallelDims.parse(options.rollouts.dims),
             timeout=options.collective_timeout,
             in_flight=options.rollouts.in_flight,
+            changed_only=options.rollouts.changed_weights,
             **_separate_options(checked_run),
         )
     return VllmEngine(
@@ -303,6 +304,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
                 weight_format=weight_format,
                 timeout=options.collective_timeout,
                 in_flight=options.rollouts.in_flight,
+                changed_only=options.rollouts.changed_weights,
                 max_responses=options.rollouts.max_sequences,
                 tell=lambda text: on_event({"message": text}),
             )

@@ -69,6 +69,7 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
     ranks = separate and engine in ("native", "vllm")
     yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices"
+    yield "rollouts.changed_weights", apart, "rollouts.engine=native with rollouts.devices"
     ahead = separate and engine in ("native", "vllm") and options.rollouts.staleness > 0
     needed = "rollouts.engine=native or vllm with rollouts.devices, and a staleness of 1 or more"
     yield "rollouts.in_flight", ahead, needed

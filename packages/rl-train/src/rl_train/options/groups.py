@@ -111,6 +111,8 @@ class RolloutOptions(CacheLimits):
     """Draw responses up to N steps ahead, with weights that are up to N versions old (0: with the newest)."""
     in_flight: bool = False
     """Change the weights of engines on --rollouts.devices while they draw; learn from what is complete."""
+    changed_weights: Free[bool] = False
+    """Send native engines only the weights that changed: for networks below 10 GB/s and small learning rates."""
     partial: CountOrZero = 0
     """Partial rollouts: draw N tokens at a time until a step has its responses; others go on in the next (0: off)."""
     stale_cache: Free[Literal["keep", "recompute"]] = "keep"

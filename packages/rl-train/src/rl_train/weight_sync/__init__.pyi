@@ -4,3 +4,4 @@ from rl_train.weight_sync.buckets import (
     in_buckets as in_buckets,
     unpack as unpack,
 )
+from rl_train.weight_sync.changed_values import changes_since as changes_since

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
+from rl_train.weight_sync.changed_values import receive_changes
 from rl_train.weight_sync.shard_exchange import ShardPlan, exchange_shards
 from rl_train.weight_sync.transport import Peer, WeightMessage
 
@@ -45,6 +46,9 @@ class WeightReceiver:
         peer = self._join(message)
         if message.plan:
             self._shards = peer.published(f"{message.plan} {message.rendezvous.rank}")
+        elif self._shards.changed_only:
+            receive_changes(peer, self._shards, chunks)
+            return
         exchange_shards(peer, self._shards, lambda copy, buffer: copy.write(chunks, buffer))
 
     def close(self) -> None:

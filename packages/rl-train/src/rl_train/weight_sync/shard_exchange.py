@@ -7,7 +7,8 @@ is packed while the one before travels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from rl_models.calls import checksum as checksum_on_device
 from rl_train.weight_sync.transport import Broken, Peer
 
 # Each box begins at a multiple of this number of bytes, as views of any dtype need; a checksum takes as many.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 # One peer's copies of each round. The ranks of the actor are the first peers, the engines' processes follow.
 Rounds = list[list[ShardCopy]]
@@ -33,12 +34,14 @@ class ShardPlan(NamedTuple):
     Attributes:
         rounds: What this peer sends or receives in each round.
         senders: The number of the actor's ranks.
-        check: Whether a checksum lies before the boxes for each peer.
+        check: Whether checksums are compared; one lies before the boxes for each peer.
+        changed_only: Whether the weight syncs after the first one carry changed values alone (`changed_values`).
     """
 
     rounds: Rounds
     senders: int
     check: bool
+    changed_only: bool = False
 
 
 def plans_of(
@@ -57,7 +60,7 @@ def plans_of(
     for copy in copies:
         pairs.setdefault((copy.held.rank, senders + copy.receiver), []).append(copy)
     peers = Counter(rank for pair in pairs for rank in pair)
-    room = max(_ALIGNMENT, most_bytes // max(peers.values(), default=1) - _ALIGNMENT * check)
+    room = max(ALIGNMENT, most_bytes // max(peers.values(), default=1) - ALIGNMENT * check)
     rounds = {pair: list(_rounds(each, room)) for pair, each in pairs.items()}
     count = max(map(len, rounds.values()), default=0)
     plans = [ShardPlan([[] for _ in range(count)], senders, check) for _ in range(senders + receivers)]
@@ -71,13 +74,13 @@ def plans_of(
 def _rounds(copies: Sequence[ShardCopy], room: int) -> Iterator[list[ShardCopy]]:
     """Yield the copies of one pair in rounds of at most `room` bytes; parts of a quarter fill most of a round."""
     taken: list[ShardCopy] = []
-    size, quarter = 0, max(_ALIGNMENT, room // 4)
+    size, quarter = 0, max(ALIGNMENT, room // 4)
     for copy in chain.from_iterable(copy.cut(quarter) for copy in copies):
-        if taken and size + _aligned(copy.nbytes) > room:
+        if taken and size + aligned(copy.nbytes) > room:
             yield taken
             taken, size = [], 0
         taken.append(copy)
-        size += _aligned(copy.nbytes)
+        size += aligned(copy.nbytes)
     if taken:
         yield taken
 
@@ -95,28 +98,68 @@ def exchange_shards(peer: Peer, plan: ShardPlan, move: Move, broken: Broken = la
         BucketMissed: A peer ended, left or was too slow.
         ValueError: A checksum differs.
     """
+    carry_rounds(peer, _rounds_of(peer, plan, move), broken)
+
+
+class Round(NamedTuple):
+    """The bytes that a peer sends or receives in a round, those for each peer, and what follows when they are there."""
+
+    data: Tensor
+    sizes: list[int]
+    sends: bool
+    finish: Callable[[], None] = lambda: None
+
+    def begin(self, peer: Peer, broken: Broken) -> Any:
+        """Begin the exchange; see `Peer.wait`."""
+        nothing, zeros = self.data.new_empty(0), [0] * len(self.sizes)
+        if self.sends:
+            return peer.exchange(self.data, self.sizes, nothing, zeros, broken)
+        return peer.exchange(nothing, zeros, self.data, self.sizes, broken)
+
+
+def carry_rounds(peer: Peer, rounds: Iterable[Round], broken: Broken) -> None:
+    """Exchange rounds; the next round is made while one travels. See `exchange_shards`."""
+    under_way: list[tuple[Round, Any]] = []
+    try:
+        for each in chain(rounds, [None]):
+            if each is not None:
+                under_way.append((each, each.begin(peer, broken)))
+            if len(under_way) > (each is not None):
+                peer.wait(under_way[0][1], broken)
+                under_way[0][0].finish()
+                del under_way[0]
+    finally:
+        # The frames of an error keep operations, and these the group, for whose end the other peers would wait.
+        under_way.clear()
+    if device_of(peer) == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def device_of(peer: Peer) -> str:
+    """Return the device type of the bytes that a peer exchanges."""
+    return "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
+
+
+def _rounds_of(peer: Peer, plan: ShardPlan, move: Move) -> Iterator[Round]:
+    """Yield rounds of whole boxes."""
     rank, size = peer.rendezvous.rank, peer.rendezvous.size
     sends = rank < plan.senders
     parts = [_Part.of_round(copies, sends, size, plan) for copies in plan.rounds]
-    device = "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
     length = max((part.length for part in parts), default=0)
-    ring, nothing = (torch.empty(*shape, dtype=torch.uint8, device=device) for shape in ((2, length), (0,)))
-    works: list[Any] = []
-    for number in range(len(parts) + 1):
-        if number < len(parts):
-            part, data = parts[number], ring[number % 2, : parts[number].length]
-            zeros = [0] * size
-            if sends:
-                part.pack(data, move)
-                works.append(peer.exchange(data, part.sizes, nothing, zeros, broken))
-            else:
-                works.append(peer.exchange(nothing, zeros, data, part.sizes, broken))
-        if number:
-            peer.wait(works.pop(0), broken)
-            if not sends:
-                parts[number - 1].unpack(ring[(number - 1) % 2], move)
-    if device == "cuda":
-        torch.cuda.current_stream().synchronize()
+    ring = torch.empty(2, length, dtype=torch.uint8, device=device_of(peer))
+    for number, part in enumerate(parts):
+        data = ring[number % 2, : part.length]
+        if sends:
+            part.pack(data, move)
+            yield Round(data, part.sizes, sends)
+        else:
+            yield Round(data, part.sizes, sends, partial(part.unpack, data, move))
+
+
+def by_peer(copies: Sequence[ShardCopy], sends: bool, plan: ShardPlan) -> list[tuple[int, ShardCopy]]:
+    """Return the copies of a round with the peer on the other side, in the order of the peers."""
+    other = [plan.senders + copy.receiver if sends else copy.held.rank for copy in copies]
+    return sorted(zip(other, copies, strict=True), key=lambda pair: pair[0])
 
 
 class _Part(NamedTuple):
@@ -129,12 +172,11 @@ class _Part(NamedTuple):
     @classmethod
     def of_round(cls, copies: Sequence[ShardCopy], sends: bool, size: int, plan: ShardPlan) -> _Part:
         sizes, boxes, begin = [0] * size, list[tuple[int, ShardCopy]](), 0
-        room = _ALIGNMENT * plan.check
-        other = [plan.senders + copy.receiver if sends else copy.held.rank for copy in copies]
-        for peer, copy in sorted(zip(other, copies, strict=True), key=lambda pair: pair[0]):
+        room = ALIGNMENT * plan.check
+        for peer, copy in by_peer(copies, sends, plan):
             head = 0 if sizes[peer] else room
             boxes.append((begin + head, copy))
-            length = head + _aligned(copy.nbytes)
+            length = head + aligned(copy.nbytes)
             sizes[peer] += length
             begin += length
         return cls(boxes, sizes, plan.check)
@@ -166,9 +208,10 @@ class _Part(NamedTuple):
         for size in self.sizes if self.check else ():
             if size:
                 segment = data[begin : begin + size]
-                yield segment[_ALIGNMENT:], segment[: _ALIGNMENT // 2].view(torch.int64)[0]
+                yield segment[ALIGNMENT:], segment[: ALIGNMENT // 2].view(torch.int64)[0]
             begin += size
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned(size: int) -> int:
+    """Return the bytes of a box with what lies behind it, up to the next one."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

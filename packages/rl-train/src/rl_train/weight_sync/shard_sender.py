@@ -11,12 +11,14 @@ from uuid import uuid4
 from weakref import finalize
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.transfer import Holdings, TargetShards, agree_on_first, all_gather_json, plan_copies, rank_in
+from ckpt.transfer import Holdings, ShardCopy, TargetShards, agree_on_first, all_gather_json, plan_copies, rank_in
 from rl_models import Policy
 from rl_train.cluster.host import listen_on
 from rl_train.weight_sync.buckets import default_bucket_bytes
+from rl_train.weight_sync.changed_values import SentValues, send_changes
 from rl_train.weight_sync.sender import EngineHandle, Receivers, wait_for_all
 from rl_train.weight_sync.shard_exchange import ShardPlan, exchange_shards, plans_of
 from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, Peer, Rendezvous, WeightMessage, device_id
@@ -38,15 +40,27 @@ class ShardSender:
         bucket_bytes: The most bytes that a process sends or receives at once (default: 256 MiB on a GPU, 64 MiB on a
             CPU).
         address: The address where the other processes reach the first rank.
+        changed_only: Send the values that changed since the last weight sync, after a first one of all values; see
+            `changed_values`. Each rank then keeps what it has sent in host memory.
 
     Attributes:
         backend: The backend of the last weight sync.
         plan: The copies of this rank in the last weight sync.
+        sent_bytes: The bytes that this rank sent in the last weight sync.
     """
 
-    def __init__(self, check: bool = False, bucket_bytes: int | None = None, address: str = LOOPBACK) -> None:
-        self.options = check, bucket_bytes, address
+    def __init__(
+        self,
+        check: bool = False,
+        bucket_bytes: int | None = None,
+        address: str = LOOPBACK,
+        *,
+        changed_only: bool = False,
+    ) -> None:
+        self.options, self._changed_only = (check, bucket_bytes, address), changed_only
         self.backend = ""
+        self.sent_bytes = 0
+        self._sent: SentValues | None = None
         self._key: tuple[object, ...] = ()
         # The processes that have told their shards, on the first rank, and the shards; None: they take whole tensors.
         self._told: list[Receivers] = []
@@ -66,7 +80,8 @@ class ShardSender:
 
         Raises:
             NoShards: The engines need whole tensors; on all ranks.
-            ValueError: The weights are not those of the engines' model; on all ranks.
+            ValueError: The weights are not those of the engines' model, or need whole tensors with `changed_only`; on
+                all ranks.
             EnginesLost: Some engines were lost; on the first rank.
             BucketMissed: A part did not arrive. Another rank has the reason, or all engines are alive.
             Exception: The error of an engine that refused the weights, on the first rank.
@@ -76,6 +91,8 @@ class ShardSender:
             self._sync(actor, engines)
         except BaseException as error:
             self.close()
+            if isinstance(error, NoShards) and self._changed_only:
+                raise ValueError(f"{error}; changed weights alone go from shard to shard: send all weights") from None
             if isinstance(error, BucketMissed) and self._calls:
                 clear_frames(error.__traceback__)  # they keep the group, and the engines would wait for bytes
                 wait_for_all(self._calls, error)
@@ -102,8 +119,21 @@ class ShardSender:
             self._announce(peer, engines, parties, name)
         if name:
             self.plan = peer.published(f"{name} {peer.rendezvous.rank}")
-        exchange_shards(peer, self.plan, lambda copy, buffer: copy.read(weights, buffer), self._broken)
+            self._sent = SentValues(self.plan) if self.plan.changed_only else None
+        self._exchange(peer, weights, whole=bool(name))
         wait_for_all(self._calls)
+
+    def _exchange(self, peer: Peer, weights: Holdings, *, whole: bool) -> None:
+        def read(copy: ShardCopy, buffer: Tensor) -> None:
+            copy.read(weights, buffer)
+            if whole and self._sent is not None:
+                self._sent.keep(copy, buffer)
+
+        if self._sent is not None and not whole:
+            self.sent_bytes = send_changes(peer, self.plan, self._sent, read, self._broken)
+        else:
+            exchange_shards(peer, self.plan, read, self._broken)
+            self.sent_bytes = sum(copy.nbytes for copies in self.plan.rounds for copy in copies)
 
     def _parties(
         self, engines: Sequence[EngineHandle] | None, device: torch.device, group: ProcessGroup | None
@@ -140,7 +170,11 @@ class ShardSender:
         senders, receivers = len(parties.devices), sum(map(len, parties.ready))
         most = bucket_bytes or default_bucket_bytes(parties.backend == "nccl")
         plans = agree_on_first(
-            lambda: plans_of(plan_copies(weights, self._shards or []), senders, receivers, most, check), group
+            lambda: [
+                plan._replace(changed_only=self._changed_only)
+                for plan in plans_of(plan_copies(weights, self._shards or []), senders, receivers, most, check)
+            ],
+            group,
         )
         if plans is not None:
             listener = listen_on(address)
