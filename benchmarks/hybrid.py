@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import CUDA, DEVICE, kernel_packages, machine, peak_gib, side_by_side, synchronize, table, write_json
+from measure import CUDA, DEVICE, kernel_packages, machine, milliseconds, peak_gib, synchronize, table, write_json
 from rollouts import random_engine, vllm
 from step import randomise
 from torch import nn
@@ -50,7 +50,7 @@ COMMON = {
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
 }
 TINY: dict[str, dict[str, Any]] = {
     "nemotron_h": COMMON | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6},
@@ -115,7 +115,8 @@ def their_draw(config: Any, most: int) -> Draw:
     """Return vLLM's way to continue prompts; it reads the config alone."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "bfloat16"}))
-        engine = vllm(Path(folder), most, ParallelDims())
+        # FlashInfer's kernel for prompts would be compiled for minutes.
+        engine = vllm(Path(folder), most, ParallelDims(), additional_config={"gdn_prefill_backend": "triton"})
     return lambda prompts, tokens: engine(prompts, 1, tokens)
 
 
@@ -140,15 +141,17 @@ DRAWS = {"draw": our_draw, "draw-vllm": their_draw}
 
 
 def measure_step(build: Callable[[Any, list[int]], Step], config: Any, lengths: list[int], rounds: int) -> list[float]:
-    """Return the milliseconds and the GiB of a step; NaN where it does not fit."""
+    """Return the median milliseconds and the GiB of steps after a first one; NaN where they do not fit."""
+    times: list[float] = []
     try:
         step = build(config, lengths)
-        step()
-        gib = peak_gib(step)
-        (timing,) = side_by_side({"": step}, rounds=rounds, warm_up=1).values()
+        milliseconds(step)  # compiles kernels
+        gib = peak_gib(lambda: times.append(milliseconds(step)))
+        for _ in range(rounds - 1):
+            times.append(milliseconds(step))
     except torch.cuda.OutOfMemoryError:
         return [float("nan"), float("nan")]
-    return [timing.median, gib]
+    return [statistics.median(times), gib]
 
 
 def main() -> None:

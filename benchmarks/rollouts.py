@@ -157,8 +157,8 @@ def transformers(folder: Path, most: int, dims: ParallelDims) -> Generate:
     return generate
 
 
-def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
-    """Return vLLM's offline engine; its processes hold the ranks of tp, pp and ep, without dp."""
+def vllm(folder: Path, most: int, dims: ParallelDims, **options: Any) -> Generate:
+    """Return vLLM's offline engine; its processes hold the ranks of tp, pp and ep, without dp. `options`: of `LLM`."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -166,6 +166,7 @@ def vllm(folder: Path, most: int, dims: ParallelDims) -> Generate:
         gpu_memory_utilization=0.6 if dims.world_size == 1 else 0.85, max_num_seqs=most,
         load_format="auto" if list(folder.glob("*.safetensors")) else "dummy",
         tensor_parallel_size=dims.tp, pipeline_parallel_size=dims.pp, enable_expert_parallel=dims.ep > 1,
+        **options,
     )  # fmt: skip
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:

@@ -94,8 +94,6 @@ def test_equals_the_chunked_form(device: torch.device, case: str) -> None:
 @pytest.mark.parametrize("case", ON_GPUS)
 def test_on_gpus(case: str, dtype: torch.dtype, limit: float) -> None:
     """Long and short sequences: chunks of 16 to 128 tokens."""
-    if case == "wide heads and states" and dtype == torch.float32:
-        pytest.skip("its kernels compile for minutes")
     for lengths in ([130, 1, 0, 64, 63, 300, 127, 129], [7] * 40, [1000]):
         arguments = arguments_of(ON_GPUS[case], lengths, torch.device("cuda"), dtype)
         compare(

@@ -121,6 +121,24 @@ def products_of(
 
 
 @triton.jit
+def products_with_state(
+    b, b_ptr, b_stride, token, inside, state_ptr, row, DIM: tl.constexpr, HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return B S `[C, rows]` for these rows of a transposed state S; `b` is B where a program holds all its columns.
+
+    The loops over the parts of a state are not unrolled: many copies of a body with tf32x3 would compile for minutes.
+    """
+    out = tl.zeros((token.shape[0], row.shape[0]), tl.float32)
+    for block in range(0, DIM, COLUMNS):
+        column = block + tl.arange(0, COLUMNS)
+        columns_of_b = load_rows(b_ptr, b_stride, token, inside, column, DIM) if COLUMNS < DIM else b
+        state = load_state(state_ptr, row[None, :], column[:, None], HEAD_DIM, DIM)
+        out = tl.dot(columns_of_b, state, out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
 def factors_of(sums):
     """Return exp(c_i - c_j) `[C, C]`, at most 1 also where j > i."""
     return tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
@@ -216,15 +234,11 @@ def _outputs_kernel(
         if skip_ptr is not None:
             to_itself += tl.load(skip_ptr + head).to(tl.float32)
         state_ptr = states_ptr + (chunk * heads + head) * (DIM * HEAD_DIM)
-        for row_block in tl.static_range(0, HEAD_DIM, ROWS):
+        for row_block in range(0, HEAD_DIM, ROWS):
             row = row_block + tl.arange(0, ROWS)
-            out = tl.zeros((SIZE, ROWS), tl.float32)
-            for block in tl.static_range(0, DIM, COLUMNS):
-                column = block + tl.arange(0, COLUMNS)
-                if COLUMNS < DIM:
-                    c = load_rows(c_ptr, c_stride, token, inside, column, DIM)
-                state = load_state(state_ptr, row[None, :], column[:, None], HEAD_DIM, DIM)
-                out = tl.dot(c, state, out, input_precision=PRECISION)
+            out = products_with_state(
+                c, c_ptr, c_stride, token, inside, state_ptr, row, DIM, HEAD_DIM, COLUMNS, PRECISION
+            )
             x = load_rows(x_ptr + head * HEAD_DIM, x_stride, token, inside, row, HEAD_DIM)
             out = tl.dot(weights, x, out * growth[:, None], input_precision=PRECISION) + to_itself[:, None] * x
             target = out_ptr + (token[:, None] * heads + head) * HEAD_DIM + row[None, :]

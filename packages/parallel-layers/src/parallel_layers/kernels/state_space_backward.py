@@ -36,6 +36,7 @@ from parallel_layers.kernels.state_space import (
     parts_of,
     precision_of,
     products_of,
+    products_with_state,
     rows_of,
     states_of,
 )
@@ -85,26 +86,17 @@ def _values_kernel(
         d_steps, read = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
         written = tl.zeros((SIZE,), tl.float32)
         d_skip = 0.0
-        for row_block in tl.static_range(0, HEAD_DIM, ROWS):
+        for row_block in range(0, HEAD_DIM, ROWS):
             row = row_block + tl.arange(0, ROWS)
             x = load_rows(x_ptr + head * HEAD_DIM, x_stride, token, inside, row, HEAD_DIM)
             d_out = load_rows(d_out_ptr + head * HEAD_DIM, d_out_stride, token, inside, row, HEAD_DIM)
-            from_state = tl.zeros((SIZE, ROWS), tl.float32)
-            for block in tl.static_range(0, DIM, COLUMNS):
-                column = block + tl.arange(0, COLUMNS)
-                if COLUMNS < DIM:
-                    c = load_rows(c_ptr, c_stride, token, inside, column, DIM)
-                state = load_state(states_ptr + state_at, row[None, :], column[:, None], HEAD_DIM, DIM)
-                from_state = tl.dot(c, state, from_state, input_precision=PRECISION)
+            from_state = products_with_state(
+                c, c_ptr, c_stride, token, inside, states_ptr + state_at, row, DIM, HEAD_DIM, COLUMNS, PRECISION
+            )
             read += growth * tl.sum(d_out * from_state, 1)
-            to_state = tl.zeros((SIZE, ROWS), tl.float32)
-            for block in tl.static_range(0, DIM, COLUMNS):
-                column = block + tl.arange(0, COLUMNS)
-                if COLUMNS < DIM:
-                    b = load_rows(b_ptr, b_stride, token, inside, column, DIM)
-                d_state = load_state(d_states_ptr + state_at, row[None, :], column[:, None], HEAD_DIM, DIM)
-                to_state = tl.dot(b, d_state, to_state, input_precision=PRECISION)
-            to_state *= to_end[:, None]
+            to_state = to_end[:, None] * products_with_state(
+                b, b_ptr, b_stride, token, inside, d_states_ptr + state_at, row, DIM, HEAD_DIM, COLUMNS, PRECISION
+            )
             written += steps * tl.sum(x * to_state, 1)
             d_values = tl.dot(tl.trans(weights), d_out, to_state, input_precision=PRECISION) + diagonal[:, None] * d_out
             d_products = tl.dot(d_out, tl.trans(x), d_products, input_precision=PRECISION)
