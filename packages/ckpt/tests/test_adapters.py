@@ -61,6 +61,27 @@ def test_places_together_hold_every_adapter_once(checkpoint: Checkpoints, name: 
         assert cover_problem(sorted(held), layout.canonical[name].shape) is None
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stack_of_experts_is_merged_as_each_expert_alone(checkpoint: Checkpoints, shared: bool) -> None:
+    """Boxes of gate, up and down of the last three experts, against B A of each expert."""
+    plain = layout_of(checkpoint("qwen3-moe"), ".experts.gate_up_proj", ".experts.down_proj")
+    layout = ckpt.AdapterLayout(plain.base, plain.chosen, 3, plain.settings | {"shared_experts": shared})
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(entry.shape, generator=generator) for name, entry in layout.canonical.items()}
+    change, layer = layout.merging(tensors), "model.layers.2.mlp.experts"
+    rows, columns = slice(3, 20), slice(1, 17)
+    for name, path, first in (("gate", ".base_layer", 0), ("up", ".base_layer", 24), ("down", "", 0)):
+        names = [f"{layer}.{expert}.{name}_proj.weight" for expert in (1, 2, 3)]
+        values = torch.randn(3, 17, 16, generator=generator)
+        merged = change(names, ((3, 20), (1, 17)), values)
+        down, up = (tensors[f"{layer}{path}.lora_{factor}.weight"].double() for factor in "AB")
+        for expert, before, after in zip((1, 2, 3), values, merged, strict=True):
+            of_A = down[3 * expert % len(down) :][:3]
+            of_B = up[first:][..., expert % up.shape[-1]]
+            torch.testing.assert_close(after, (before + 2 * (of_B[rows] @ of_A[:, columns])).float(), rtol=0, atol=0)
+            assert not torch.equal(before, after)
+
+
 def test_inspect_merge_and_verify(checkpoint: Checkpoints, tmp_path: Path) -> None:
     source = checkpoint("llama")
     layout = layout_of(source)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ckpt import Grid, Layout, Place, layout_for, load_hf
-from ckpt.layout.pieces import Copy, Piece
+from ckpt.layout.pieces import Block, Box, Copy, Piece
 from ckpt.transfer import holdings as stock
-from ckpt.transfer.holdings import HeldPiece, Holdings
+from ckpt.transfer.holdings import HeldPiece, Holdings, _stacks
 from ckpt.transfer.shard_copies import ShardCopy, TargetShards, _joined, plan_copies, weights_to_send
 
 Checkpoints = Callable[..., Path]
@@ -125,30 +125,52 @@ def test_boxes_are_joined_where_both_sides_go_on() -> None:
     assert found == [((0, 4), (0, 5)), ((6, 8), (0, 5)), ((8, 10), (0, 5))]
 
 
-def test_equal_grids_copy_whole_tensors_and_a_change_needs_boxes(checkpoint: Checkpoints) -> None:
-    """A rank's experts are one copy; with a change, each has its place in the model."""
-    source, grid = checkpoint("qwen3-moe"), Grid(ep=2)
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_equal_grids_copy_whole_tensors_and_change_stacks_of_experts(checkpoint: Checkpoints, name: str) -> None:
+    """A rank's experts are one copy; a change gets each weight's values and their box in the model."""
+    source, grid = checkpoint(name), Grid(ep=2)
     layout = layout_for(source, target="parallel")
     (first, second), (models, expected) = senders(source, layout, grid, 1), receivers(source, layout, grid)
     targets = [TargetShards.of_model(layout, model) for model in models]
     copies = plan_copies(first, targets)
-    of_experts = [(copy.held.local, copy.held.rank, copy.receiver) for copy in copies if ".experts." in copy.local]
+    weights = ("gate_up_proj", "up_proj", "down_proj")
+    of_experts = [(c.held.local, c.held.rank, c.receiver) for c in copies if c.local.endswith(weights)]
     assert sorted(of_experts) == sorted(
-        (local, rank, rank) for rank, model in enumerate(models) for local in model[0][1] if ".experts." in local
+        (local, rank, rank) for rank, model in enumerate(models) for local in model[0][1] if local.endswith(weights)
     )
-    assert len(of_experts) == 8
+    assert len(of_experts) == {"qwen3-moe": 8, "gpt-oss": 12}[name]
 
-    whole = load_file(source / "model.safetensors")
+    whole, stacks = load_file(source / "model.safetensors"), list[list[str]]()
 
-    def change(name: str, box: tuple[tuple[int, int], ...], values: Tensor) -> Tensor:
-        assert torch.equal(values, whole[name][tuple(slice(*side) for side in box)].reshape(values.shape)), name
+    def change(names: Sequence[str], box: Box, values: Tensor) -> Tensor:
+        stacks.append([*names])
+        for name, part in zip(names, values, strict=True):
+            assert torch.equal(part, whole[name][tuple(slice(*side) for side in box)]), name
         return values * 2
 
     changed = [dataclasses.replace(held, change=change) for held in (first, second)]
-    carry_out(plan_copies(changed[0], targets), changed, models)
+    plan = plan_copies(changed[0], targets)
+    assert plan == copies
+    carry_out(plan, changed, models)
+    if name == "qwen3-moe":
+        assert sum(len(names) == 2 for names in stacks) == 12  # gate, up and down of two layers on two ranks
+    parts = [part for copy in plan for part in copy.cut(500)]
+    assert len(parts) > 2 * len(plan)
+    carry_out(parts, changed, models)
     for model, right in zip(models, expected, strict=True):
         for (_, tensors), (_, truth) in zip(model, right, strict=True):
             assert all(torch.equal(tensor, truth[local] * 2) for local, tensor in tensors.items())
+
+
+def test_experts_that_are_no_neighbours_are_no_stack() -> None:
+    """Experts 0 and 1 are whole, expert 2 is in two halves, expert 3 is whole again; the last rows are padding."""
+    whole = ((0, 2), (0, 4))
+    rows = [(0, whole), (1, whole), (2, ((0, 1), (0, 4))), (2, ((1, 2), (0, 4))), (3, whole)]
+    pieces = [Piece(f"expert {number}", box, ((number, number + 1), *box)) for number, box in rows]
+    padding = Piece("expert 0", None, ((4, 5), *whole))
+    stacks = list(_stacks(Block((5, 2, 4), (*pieces, padding))))
+    assert [names for names, _, _ in stacks] == [["expert 0", "expert 1"], ["expert 2"], ["expert 2"], ["expert 3"]]
+    assert stacks[0][1:] == (whole, ((0, 2), *whole))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)

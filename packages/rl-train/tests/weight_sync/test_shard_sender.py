@@ -203,6 +203,7 @@ def refused(sender: ShardSender, actor: Actor, engines: list[Engine] | None) -> 
 
 
 LORA = LoraOptions(rank=4)
+EXPERTS = LoraOptions(rank=4, targets=["all-linear", "experts.gate_up_proj", "experts.down_proj"])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ LORA = LoraOptions(rank=4)
         ("mixture", ParallelDims(dp=2, ep=2), ckpt.Grid(tp=2), None),
         pytest.param("tied", ParallelDims(pp=2), ckpt.Grid(ep=1), None, marks=pytest.mark.slow),
         pytest.param("llama", ParallelDims(tp=2), ckpt.Grid(pp=2), LORA, marks=pytest.mark.slow),
-        pytest.param("mixture", ParallelDims(dp=2), ckpt.Grid(ep=2), LORA, marks=pytest.mark.slow),
+        pytest.param("mixture", ParallelDims(dp=2), ckpt.Grid(ep=2), EXPERTS, marks=pytest.mark.slow),
         pytest.param("llama", ParallelDims(cp=2), ckpt.Grid(tp=2), None, marks=pytest.mark.slow),
     ],
     ids=str,

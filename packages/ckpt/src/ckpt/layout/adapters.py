@@ -14,7 +14,7 @@ linears of Megatron-Core have the same tensors; there the rows of B are not in t
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ _TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 # Value heads have no adapters and are trained whole.
 HEADS = ("score.weight", "score.bias")
 
-# (canonical weight, box, values) -> the values with the adapter merged
-Change = Callable[[str, Box, Tensor], Tensor]
+# (canonical weights, box, values [N, ...] of this box in each of the N weights) -> the values with the adapter merged.
+# Several weights are neighbouring experts of a layer.
+Change = Callable[[Sequence[str], Box, Tensor], Tensor]
 
 
 def _whole(layout: Layout) -> Iterator[tuple[bool, str, Block]]:
@@ -301,19 +302,20 @@ class AdapterLayout(Layout):
         # The weights may have their names in files or in transformers.
         sources = {self.base.family.module_name(name): source for name, source in sources.items()}
 
-        def change(name: str, box: Box, values: Tensor) -> Tensor:
-            if name in HEADS and name in tensors:
-                return tensors[name][tuple(slice(*side) for side in box)].to(values).view(values.shape)
-            if (source := sources.get(self.base.family.module_name(name))) is None:
+        def change(names: Sequence[str], box: Box, values: Tensor) -> Tensor:
+            if names[0] in HEADS and names[0] in tensors:
+                return tensors[names[0]][tuple(slice(*side) for side in box)].to(values).view(values.shape)
+            if (source := sources.get(self.base.family.module_name(names[0]))) is None:
                 return values
+            assert len(names) == 1 or source.kind in ("stack", "turned")
             down, up = (tensors[factor].to(values.device) for factor in (source.down, source.up))
-            delta = self._delta(source, down, up, box)
-            return (values.double() + self.scaling * delta.view(values.shape)).to(values.dtype)
+            delta = self._delta(source, down, up, box, len(names))
+            return (values.double() + self.scaling * delta.reshape(values.shape)).to(values.dtype)
 
         return change
 
-    def _delta(self, source: _Source, down: Tensor, up: Tensor, box: Box) -> Tensor:
-        """Return a box of B A in fp64."""
+    def _delta(self, source: _Source, down: Tensor, up: Tensor, box: Box, count: int) -> Tensor:
+        """Return a box of B A in fp64, for `count` weights from the source's on."""
         if source.kind == "embedding":
             return _product(down.T, up.T, box[0], box[1])
         if source.kind == "linear":
@@ -321,11 +323,12 @@ class AdapterLayout(Layout):
         turned = source.kind == "turned"
         row, column = box[-2:][::-1] if turned else box[-2:]
         row = (row[0] + source.first, row[1] + source.first)
-        experts = range(*box[0]) if len(box) == 3 else [source.expert]
-        # A factor that all experts share is stored once.
-        of_each = [(up[..., e % up.shape[-1]], down[e * self.rank % len(down) :][: self.rank]) for e in experts]
-        deltas = [_product(*factors, row, column) for factors in of_each]
-        return torch.stack([delta.T if turned else delta for delta in deltas])
+        experts = slice(*box[0]) if len(box) == 3 else slice(source.expert, source.expert + count)
+        # [E, O, r] and [E, r, I]; a factor that all experts share is stored once.
+        stacks = up.permute(2, 0, 1)[:, slice(*row)], down.view(-1, self.rank, down.shape[1])[..., slice(*column)]
+        of_B, of_A = ((stack if len(stack) == 1 else stack[experts]).double() for stack in stacks)
+        delta = of_B @ of_A
+        return delta.mT if turned else delta
 
     def _sources(self, local: str, block: Block) -> Iterator[tuple[str, _Source]]:
         if local.endswith(EXPERTS):

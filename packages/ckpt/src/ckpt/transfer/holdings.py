@@ -17,7 +17,7 @@ from ckpt.files.dtypes import DTYPES, check_cast, dtype_name, refuse_overflow
 from ckpt.layout.adapters import Change
 from ckpt.layout.dtensors import on_this_rank, require_mapping
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, Box, Copy, Piece, Shape, carried_over, cover_problem, volume
+from ckpt.layout.pieces import Block, Box, Copy, Piece, Shape, carried_over, cover_problem, extents, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import agree, all_gather_json, rank_in
 
@@ -54,6 +54,10 @@ class HeldPiece:
     piece: Piece
 
 
+# Canonical tensors, their common box, and the box of a local tensor that stacks these boxes.
+_Stack = tuple[list[str], Box, Box]
+
+
 @dataclass(frozen=True)
 class Holdings:
     """The ranks' tensors, as every rank knows them.
@@ -65,6 +69,7 @@ class Holdings:
         rank: This rank.
         key: A digest of the places, names, dtypes and boxes of all ranks.
         change: Applied to the values of every box that leaves this rank; None: unchanged.
+        stacks: The stacks of the boxes that `copy_box` has copied, for the next time.
     """
 
     ranks: list[list[Chunk]]
@@ -73,6 +78,7 @@ class Holdings:
     rank: int
     key: str
     change: Change | None = None
+    stacks: dict[object, list[_Stack]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -105,7 +111,24 @@ class Holdings:
         values, there = view_of(self.chunks[held.chunk].tensors[held.local], box), held.piece.canonical_range
         if self.change is None or there is None:
             return values
-        return self.change(held.piece.name, carried_over(box, Copy(held.piece.local_range, there)), values)
+        return self.change([held.piece.name], carried_over(box, Copy(held.piece.local_range, there)), values[None])[0]
+
+    def copy_box(self, chunk: int, local: str, box: Box, into: Tensor) -> None:
+        """Write a box of a local tensor of this rank, changed or not, into a tensor of the box's extents.
+
+        The box may hold several pieces. Neighbouring experts are changed at once.
+        """
+        values = view_of(self.chunks[chunk].tensors[local], box)
+        into = into.view(values.shape)
+        if self.change is None:
+            into.copy_(values)
+            return
+        if (key := (self.rank, chunk, local, box)) not in self.stacks:
+            self.stacks[key] = list(_stacks(self.chunks[chunk].blocks[local].part(box)))
+        for names, there, here in self.stacks[key]:
+            stack = view_of(values, here)
+            changed = self.change(names, there, stack.view(len(names), *extents(there)))
+            view_of(into, here).copy_(changed.view(stack.shape))
 
     def stored_dtypes(self, dtype: torch.dtype | None, layout: Layout) -> dict[str, torch.dtype]:
         """Return the dtypes after a cast to `dtype` of all floating-point tensors, except those with `keep_dtype`.
@@ -155,6 +178,25 @@ class Holdings:
                 load[owner.rank] += volume(box)
                 owners[name].append(owner)
         return owners
+
+
+def _stacks(block: Block) -> Iterator[_Stack]:
+    """Yield the pieces of a block; pieces of neighbouring experts, each at an index of the block, are one stack."""
+    runs: list[list[Piece]] = []
+    last: dict[tuple[Box | None, Box], list[Piece]] = {}
+    for piece in sorted(block.pieces, key=lambda piece: piece.local_range):
+        box, here = piece.canonical_range, piece.local_range
+        has_index = box is not None and len(here) > len(box)
+        run = last.get((box, here[has_index:]), [])
+        if not has_index or not run or run[-1].local_range[0][1] != here[0][0]:
+            runs.append(run := [])
+            last[box, here[has_index:]] = run
+        run.append(piece)
+    for run in runs:
+        (first, *_), end = run, run[-1].local_range
+        if first.canonical_range is not None:
+            here = ((first.local_range[0][0], end[0][1]), *end[1:]) if end else ()
+            yield [piece.name for piece in run], first.canonical_range, here
 
 
 def prefixed(block: Block, prefix: str) -> Block:

@@ -228,7 +228,7 @@ def _write(
             values = buffer.view(extents(chunk), to.dtype)
             read_box(source_fd, info, chunk, values, staging, name)
             box = carried_over(chunk, copy)
-            values = values if change is None else change(name, box, values)
+            values = values if change is None else change([name], box, values[None])[0]
             if not is_finite(values):
                 broken.add(name)
             write_box(fd, to, box, values, staging)

@@ -86,7 +86,7 @@ class ShardCopy:
     """A box of a local tensor of a sending rank, and the box of a receiver's local tensor that it fills.
 
     Attributes:
-        held: The sending rank, its local tensor, and the piece of it that the box lies in.
+        held: The sending rank, its local tensor, and the first piece of it in the box.
         receiver: The number of the receiver.
         chunk: The receiver's chunk.
         local: The receiver's local tensor.
@@ -116,8 +116,7 @@ class ShardCopy:
 
     def read(self, holdings: Holdings, buffer: Tensor) -> None:
         """Write the sending rank's values into a flat buffer of the copy's dtype."""
-        values = holdings.values(self.held, self.copy.source_range)
-        buffer.view(values.shape).copy_(values)
+        holdings.copy_box(self.held.chunk, self.held.local, self.copy.source_range, buffer)
 
     def target(self, chunks: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the box of a receiver's tensors, a view."""
@@ -144,8 +143,7 @@ def plan_copies(holdings: Holdings, targets: Sequence[TargetShards]) -> list[Sha
     """Return the copies that fill every receiver's tensors, each element once; nothing is communicated.
 
     A value head stays with the senders. Values travel in the narrower dtype of both sides. Boxes that are neighbours on
-    both sides are one copy, such as all experts of a rank, unless `holdings.change` needs each box's place in the
-    model.
+    both sides are one copy, such as all experts of a rank.
 
     Raises:
         ValueError: A sent tensor is not one of the receiver's model, a shape is wrong, a required tensor is missing, or
@@ -167,8 +165,6 @@ def plan_copies(holdings: Holdings, targets: Sequence[TargetShards]) -> list[Sha
                             entry = ShardCopy(held, number, index, local, copy, travels)
                             key = number, index, local, held.rank, held.chunk, held.local, travels
                             groups.setdefault(key, []).append(entry)
-    if holdings.change is not None:
-        return [entry for group in groups.values() for entry in group]
     return [entry for group in groups.values() for entry in _joined(group)]
 
 
