@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM
 
 from parallel_layers import ParallelDims
+from parallel_layers.head import SamplingMask
 from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.api import WholeBatches
@@ -84,7 +86,7 @@ def on_grid(
 ) -> float:
     def load(path: Path) -> Any:
         optimizer = OptimizerOptions(learning_rate=RATE, eps=EPS, weight_decay=0.0, max_grad_norm=math.inf)
-        options: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 12}
+        options: dict[str, Any] = {"device": "cpu", "optimizer": optimizer, "max_tokens_per_micro_batch": 7}
         return WholeBatches(Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), **options))
 
     actor, batch = load(student), Batch.from_sequences(ROWS)
@@ -104,6 +106,10 @@ def on_grid(
     [
         (ParallelDims(tp=2), Divergence("reverse_kl"), False),
         (ParallelDims(dp=2), Divergence("jensen_shannon", 0.5), True),
+        (ParallelDims(pp=2), Divergence("reverse_kl"), False),
+        pytest.param(ParallelDims(pp=2), Divergence("jensen_shannon", 0.5), True, marks=pytest.mark.slow),
+        pytest.param(ParallelDims(pp=2, tp=2), Divergence("reverse_kl"), False, marks=pytest.mark.slow),
+        pytest.param(ParallelDims(pp=2, cp=2), Divergence("reverse_kl"), True, marks=pytest.mark.slow),
         pytest.param(ParallelDims(), Divergence("reverse_kl"), False, marks=pytest.mark.slow),
         pytest.param(ParallelDims(cp=2), Divergence("jensen_shannon", 0.5), False, marks=pytest.mark.slow),
         pytest.param(ParallelDims(cp=2), Divergence("reverse_kl"), True, marks=pytest.mark.slow),
@@ -126,6 +132,24 @@ def test_an_update_equals_that_of_materialised_logits(
         torch.testing.assert_close(actual[name].detach(), weight, rtol=0, atol=2e-6, msg=name)
 
 
+def test_with_a_sampling_mask_the_divergence_is_over_the_vocabulary(models: tuple[Path, Path]) -> None:
+    actor = Actor.from_pretrained(models[0], device="cpu", optimizer=OptimizerOptions(learning_rate=RATE))
+    ids, log_probs = listed(models[1])
+    batch = Batch.from_sequences(ROWS, teacher_ids=ids, teacher_log_probs=log_probs)
+    alone = SamplingMask.from_rows([[int(token)] for token in batch.tokens])
+    seen = list[tuple[Tensor, Tensor]]()
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> Tensor:
+        seen.append((log_probs.detach(), part["divergence"].detach()))
+        return part["divergence"]
+
+    for drawn in (batch, replace(batch, sampling_mask=alone)):
+        actor.forward_backward(drawn, loss, divergence=Divergence("forward_kl"))
+    assert torch.equal(seen[0][1], seen[1][1])
+    assert seen[0][0].lt(0).any()
+    assert seen[1][0].eq(0).all()
+
+
 def test_what_is_missing_is_named(models: tuple[Path, Path], tiny: Callable[..., Path]) -> None:
     student, teacher = models
     optimizer = OptimizerOptions(learning_rate=RATE)
@@ -144,7 +168,7 @@ def test_what_is_missing_is_named(models: tuple[Path, Path], tiny: Callable[...,
     with pytest.raises(ValueError, match="has a vocabulary of 50 entries, and the policy one of 61; take a teacher"):
         actor.load_teacher_head(tiny("llama", vocab_size=50))
     other = Actor.from_pretrained(student, device="cpu", optimizer=optimizer, backend="transformers")
-    with pytest.raises(ValueError, match="a divergence needs backend='parallel', pp=1"):
+    with pytest.raises(ValueError, match="a divergence needs backend='parallel' and"):
         other.update(batch, learn, divergence=divergence)
-    with pytest.raises(ValueError, match="hidden states need backend='parallel', pp=1"):
+    with pytest.raises(ValueError, match="hidden states need backend='parallel' and"):
         other.states(batch)

@@ -153,7 +153,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"objective.divergence": "reverse_kl"}, "divergence=reverse_kl needs algorithm=on-policy-distillation"),
         (
             DISTIL | {"objective.divergence": "reverse_kl", "backend": "transformers"},
-            "divergence=reverse_kl needs backend=parallel, grids without pp",
+            "divergence=reverse_kl needs backend=parallel, without engine.share_prefixes",
         ),
         (DISTIL | {"objective.mixture": 0.5}, "objective.mixture=0.5 needs objective.divergence"),
         (DISTIL | {"objective.divergence": "jensen_shannon"}, "needs objective.mixture between 0 and 1, got None"),

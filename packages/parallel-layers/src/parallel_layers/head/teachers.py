@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -83,3 +84,11 @@ class Distillation:
     teacher: Teacher
     divergence: str
     mixture: float | None = None
+
+    def pad(self, length: int) -> Distillation:
+        """Return the distillation of `length` tokens; the further tokens have the last token's teacher."""
+
+        def repeated(rows: Tensor) -> Tensor:
+            return rows[torch.arange(length, device=rows.device).clamp(max=len(rows) - 1)]
+
+        return replace(self, teacher=self.teacher.part(repeated))

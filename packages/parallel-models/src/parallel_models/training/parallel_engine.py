@@ -73,7 +73,7 @@ class ParallelEngine(Engine):
         self.num_labels = layout.num_labels
         self._num_outputs = len(OUTPUTS[layout.role]) + layout.num_labels - 1
         self.shares_prefixes = options.share_prefixes
-        self.distils = grid.dims.pp == 1 and not options.share_prefixes
+        self.distils = not options.share_prefixes
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]
@@ -156,7 +156,8 @@ class ParallelEngine(Engine):
             replay = batch.replay and self._local_replay(batch.replay, packed.num_tokens)
             mask = batch.sampling_mask
             mask = None if mask is None else mask.pad(packed.num_tokens)
-            local[number] = replace(batch, packed=packed, replay=replay, sampling_mask=mask)
+            teacher = batch.distillation and batch.distillation.pad(packed.num_tokens)
+            local[number] = replace(batch, packed=packed, replay=replay, sampling_mask=mask, distillation=teacher)
         return local
 
     def _with_prefixes(self, micro_batch: MicroBatch) -> MicroBatch:

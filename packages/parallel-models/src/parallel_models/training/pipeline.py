@@ -79,10 +79,11 @@ class Pipeline:
         """
         with torch.no_grad():
             last_outputs = self._run(micro_batches, computation, None)
-            shape = (self.num_outputs, len(micro_batches), micro_batches[0].packed.num_tokens)
-            result = torch.empty(shape, dtype=self.model.output_dtype, device=self.device)
+            first, *others = self._outputs(micro_batches[0], learns=False)
+            shape = (1 + len(others), len(micro_batches), *first.shape)
+            result = torch.empty(shape, dtype=first.dtype, device=self.device)
             if last_outputs is not None:
-                torch.stack(last_outputs, out=result.view(-1, shape[-1]))
+                torch.stack(last_outputs, out=result.view(-1, *first.shape))
             dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
         return [tuple(outputs) for outputs in result.unbind(1)]
 
@@ -99,7 +100,7 @@ class Pipeline:
         num_tokens = micro_batches[0].packed.num_tokens
         for stage in self.stages:
             stage.give([partial(_dense, partial(computation, stage, micro_batch)) for micro_batch in micro_batches])
-        outputs = self.num_outputs + (0 if loss is None else self.further)
+        outputs = self._outputs(micro_batches[0], learns=loss is not None)
         stages = [self._torch_stage(stage, number, num_tokens, outputs) for number, stage in enumerate(self.stages)]
         count = len(micro_batches)
         schedule = self._schedule_class(stages[0] if self._single else stages, count, loss_fn=loss, scale_grads=False)
@@ -107,7 +108,16 @@ class Pipeline:
         results = schedule.step(target=target, return_outputs=loss is None)
         return None if results is None else _tuple(results)
 
-    def _torch_stage(self, stage: Stage, number: int, num_tokens: int, outputs: int) -> PipelineStage:
+    def _outputs(self, micro_batch: MicroBatch, *, learns: bool) -> tuple[Tensor, ...]:
+        """Return tensors without memory, like the last stage's outputs for each micro-batch of a call."""
+        num_tokens = micro_batch.packed.num_tokens
+        if micro_batch.returns_states:
+            return (torch.empty(num_tokens, self.model.config.decoder.hidden_size, dtype=self.dtype, device="meta"),)
+        count = self.num_outputs + (micro_batch.distillation is not None) + self.further * learns
+        dtype = self.model.output_dtype
+        return (torch.empty(num_tokens, dtype=dtype, device="meta", requires_grad=True),) * count
+
+    def _torch_stage(self, stage: Stage, number: int, num_tokens: int, outputs: tuple[Tensor, ...]) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
         # With these shapes torch needs no extra forward to infer them.
@@ -118,7 +128,6 @@ class Pipeline:
             )
             for layer in (layers[0], layers[-1] + 1)
         )
-        output = torch.empty(num_tokens, dtype=self.model.output_dtype, device="meta", requires_grad=True)
         size = self.group.size()
         return PipelineStage(
             stage,
@@ -126,7 +135,7 @@ class Pipeline:
             size * len(self.stages),
             self.device,
             input_args=() if stage.chunk.first else (chunk_input,),
-            output_args=(output,) * outputs if stage.chunk.last else (chunk_output,),
+            output_args=outputs if stage.chunk.last else (chunk_output,),
             group=self.group,
         )
 

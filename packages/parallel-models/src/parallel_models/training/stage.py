@@ -86,7 +86,7 @@ def compute(
     visual = stage.see(micro_batch.packed, micro_batch.visual)
     if not chunk.last or micro_batch.returns_states:
         states: Tensor = model(packed, hidden, chunk=chunk, routing=routing, visual=visual)
-        return (model.whole_states(states),) if micro_batch.returns_states else states
+        return (model.whole_states(states),) if chunk.last else states
     return model.outputs(
         packed,
         hidden,

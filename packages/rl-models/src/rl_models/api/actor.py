@@ -59,7 +59,7 @@ class Actor(Worker):
         As the field `teacher_states` of a batch they teach an actor that holds the head of this model.
 
         Raises:
-            ValueError: The backend is not "parallel", or there is a pipeline; or as for `predict`.
+            ValueError: The backend is not "parallel", or prompts are shared; or as for `predict`.
         """
         self._require("a forward pass")
         call = f"{type(self).__name__}.states"

@@ -291,8 +291,8 @@ class Worker(TrainedModel):
             temperature: As for `predict`.
             aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
             divergence: Give the loss the field `divergence` `[T]` of the micro-batch, with its gradient: each token's
-                divergence from the teacher in the batch's fields (`rl_models.calls.distillation`). An actor on
-                backend="parallel" without a pipeline takes it.
+                divergence from the teacher in the batch's fields (`rl_models.calls.distillation`), over the whole
+                vocabulary also where the batch has a sampling mask. An actor on backend="parallel" takes it.
 
         Returns:
             The means of `loss` and of the loss's metrics over the whole batch, all ranks together. With

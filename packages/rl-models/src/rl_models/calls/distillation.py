@@ -34,13 +34,17 @@ class Divergence(NamedTuple):
 def load_teacher_head(checkpoint: Checkpoint, grid: Grid, dtype: torch.dtype | None) -> TeacherHead:
     """Return the head of a teacher, with this rank's rows of it and no hidden states; every rank of the grid calls it.
 
-    The rows are divided as those of a policy on the grid. A rank reads one layer beside them.
+    The rows are divided as those of a policy on the grid; in a pipeline the last stage alone holds them. A rank reads
+    one layer beside them.
     """
     config = model_config(checkpoint)
     layers = config.num_layers
     place = Place(tp=(grid.rank("tp"), grid.dims.tp), pp=(layers - 1, layers))
     tensors = load_hf(checkpoint, layout_for(checkpoint, layers=[1] * layers), place, dtype=dtype, group=grid.everyone)
-    weight = tensors["lm_head.weight"].to(grid.device)
+    weight = tensors["lm_head.weight"]
+    if grid.rank("pp") < grid.dims.pp - 1:
+        weight = weight[:0].clone()
+    weight = weight.to(grid.device)
     return TeacherHead(
         weight.new_empty(0, weight.shape[1]),
         weight,
@@ -54,7 +58,7 @@ def load_teacher_head(checkpoint: Checkpoint, grid: Grid, dtype: torch.dtype | N
 def require_teacher(engine: Engine, batch: Batch, head: TeacherHead | None) -> None:
     """Raise ValueError unless the batch has a teacher that the engine can learn from."""
     if not engine.distils:
-        raise ValueError("a divergence needs backend='parallel', pp=1 and share_prefixes=False")
+        raise ValueError("a divergence needs backend='parallel' and share_prefixes=False")
     states = batch.fields.get(STATES)
     if states is None:
         ids, log_probs = (batch.fields.get(name) for name in (IDS, LOG_PROBS))

@@ -159,7 +159,7 @@ class _Pass:
         require_routing(engine, batch, record=self.record_routing)
         require_sampling_mask(engine, batch)
         if self.states and not engine.distils:
-            raise ValueError("hidden states need backend='parallel', pp=1 and share_prefixes=False")
+            raise ValueError("hidden states need backend='parallel' and share_prefixes=False")
         if self.divergence is not None:
             require_teacher(engine, batch, self.teacher_head)
         engine.require_visual(batch.split(), batch.visual)

@@ -48,9 +48,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         clips = options.objective.loss not in ("sapo", "dro")
         yield f"objective.{name}", by_algorithm or clips, "a loss that clips, such as objective.loss=ppo"
     yield "objective.divergence", options.rule.teacher, "algorithm=on-policy-distillation"
-    plain = options.backend == "parallel" and options.grid.pp == options.grid_of(options.reference_dims).pp == 1
-    plain = plain and not options.engine.share_prefixes
-    yield "objective.divergence", plain, "backend=parallel, grids without pp, and no engine.share_prefixes"
+    plain = options.backend == "parallel" and not options.engine.share_prefixes
+    yield "objective.divergence", plain, "backend=parallel, without engine.share_prefixes"
     yield "objective.mixture", options.objective.divergence is not None, "objective.divergence"
     yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
     for name in ("bound", "level", "floor", "veto"):
