@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from parallel_layers import ParallelDims
 from parallel_layers.head import SamplingMask
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LoraOptions, OptimizerOptions
 from rl_models.api import WholeBatches
+from rl_models.batch import OtherPrompts
 from rl_models.calls import Divergence
 from rl_models.losses import LossTerms
 
@@ -130,6 +131,34 @@ def test_an_update_equals_that_of_materialised_logits(
     actual = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     for name, weight in reference(*models, divergence, top).items():
         torch.testing.assert_close(actual[name].detach(), weight, rtol=0, atol=2e-6, msg=name)
+
+
+def test_a_policy_learns_from_its_base_that_reads_another_prompt(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Self-distillation: the teacher is the policy without its adapters, in another context."""
+    optimizer, lora = OptimizerOptions(learning_rate=RATE), LoraOptions(rank=2, targets=".*_proj|lm_head")
+    actor = Actor.from_pretrained(models[0], device="cpu", optimizer=optimizer, lora=lora)
+    batch = Batch.from_sequences(ROWS, response_lengths=[2, 3, 4, 1])
+    actor.update(batch, lambda log_probs, entropy, part: -log_probs)  # else the adapters change nothing
+    actor.save_pretrained(tmp_path / "learned")
+    prompts = [[11, 12, 13], [14], [15, 16, 17, 18, 19], [20, 21]]
+    other = OtherPrompts.of(batch, prompts)
+    actor.load_teacher_head(models[0])
+    states = other.aligned(actor.states(other.batch, adapters=False))
+    seen = list[Tensor]()
+
+    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> Tensor:
+        seen.append(part["divergence"].detach())
+        return part["divergence"]
+
+    actor.forward_backward(
+        batch.with_fields(teacher_states=states), loss, temperature=TEMPERATURE, divergence=Divergence("reverse_kl")
+    )
+    expected = []
+    for row, count, prompt in zip(ROWS, [2, 3, 4, 1], prompts, strict=True):
+        log_q = dense(tmp_path / "learned", row, TEMPERATURE)[-count:]
+        log_p = dense(models[0], prompt + row[-count:], TEMPERATURE)[-count:]
+        expected += [torch.zeros(len(row) - count), (log_q.exp() * (log_q - log_p)).sum(-1)]
+    torch.testing.assert_close(seen[0], torch.cat(expected).detach(), rtol=0, atol=2e-6)
 
 
 def test_with_a_sampling_mask_the_divergence_is_over_the_vocabulary(models: tuple[Path, Path]) -> None:

@@ -53,20 +53,29 @@ class Actor(Worker):
         return TokenLogProbs(outputs["log_probs"], outputs["entropy"])
 
     @dispatched(per_token)
-    def states(self, batch: Batch) -> Tensor:
+    def states(self, batch: Batch, *, adapters: bool = True) -> Tensor:
         """Return the final hidden state that predicts each token, `[T, H]` in the model's dtype; 0 for first tokens.
 
         As the field `teacher_states` of a batch they teach an actor that holds the head of this model.
+
+        Args:
+            batch: This data-parallel rank's part.
+            adapters: As for `predict`; without adapters the head is that of the base.
 
         Raises:
             ValueError: The backend is not "parallel", or prompts are shared; or as for `predict`.
         """
         self._require("a forward pass")
-        call = f"{type(self).__name__}.states"
-        tokens = self.max_tokens_per_micro_batch
-        (states,) = predict(
-            self.engine, batch, tokens, call=call, temperature=1.0, record_routing=False, states=True
-        )  # fmt: skip
+        with self._with_adapters(adapters) as without:
+            (states,) = predict(
+                self.engine,
+                batch,
+                self.max_tokens_per_micro_batch,
+                call=f"{type(self).__name__}.states{without}",
+                temperature=1.0,
+                record_routing=False,
+                states=True,
+            )
         self._warn_of_length(batch)
         return states
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar, Self, Unpack
 
@@ -218,22 +218,28 @@ class Worker(TrainedModel):
                 on a GPU a token outside the vocabulary is a device assertion.
         """
         self._require("a forward pass")
-        call = f"{type(self).__name__}.predict"
-        if not adapters:
-            self._require_adapters()
-            call += " without adapters"
-        with nullcontext() if adapters else self.engine.without_adapters():
+        with self._with_adapters(adapters) as without:
             results = predict(
                 self.engine,
                 batch,
                 self.max_tokens_per_micro_batch,
-                call=call,
+                call=f"{type(self).__name__}.predict{without}",
                 temperature=temperature,
                 record_routing=record_routing,
             )
         self._warn_of_length(batch)
         names = OUTPUTS[self.role] + ("routing",) * record_routing
         return dict(zip(names, results, strict=True))
+
+    @contextmanager
+    def _with_adapters(self, used: bool) -> Iterator[str]:
+        """Compute with or without adapters inside the block, which gets a part of the call's name."""
+        if used:
+            yield ""
+            return
+        self._require_adapters()
+        with self.engine.without_adapters():
+            yield " without adapters"
 
     def _warn_of_length(self, batch: Batch) -> None:
         """Warn, once, of a sequence beyond the model's positions; the last token needs no position."""
