@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -53,6 +57,16 @@ NEMOTRON = (
     "{% else %}<bot>\n{% endif %}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role == 'user' %}<bot>\n{% endif %}"
 )
+# Qwen 3: the thoughts of answers before the last message of the user are dropped.
+THINKING = (
+    _TOOLS + "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > last.user %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}" + _BEGIN + "<|im_start|>assistant\n{% endif %}"
+)
 # Mistral: results have ids of nine letters and digits, and follow calls with such ids.
 MISTRAL = (
     "{{ bos_token }}" + _TOOLS + "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -67,10 +81,13 @@ MISTRAL = (
 _SPECIAL = re.compile(r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|<end>|<user>|<bot>|\[/?[A-Z_]{3,}\]|<\w+_of_\w+>")
 
 
-def save_tokenizer(folder: Path, template: str, *more: str) -> None:
-    """Save a tokenizer of bytes with a chat template, and of its special tokens and `more` one id each."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+def save_tokenizer(folder: Path, template: str, *more: str, merges: Sequence[tuple[str, str]] = ()) -> None:
+    """Save a tokenizer of bytes with a chat template, and of its special tokens and `more` one id each.
+
+    Each of `merges`, two letters, is a token as well.
+    """
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = dict.fromkeys(["<s>", "</s>", *more, *_SPECIAL.findall(template)])
@@ -79,3 +96,17 @@ def save_tokenizer(folder: Path, template: str, *more: str) -> None:
     fast.chat_template = template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"vocab_size": len(letters) + len(special)}))
+
+
+# Templates that show contents as parts alone, and are refused for texts.
+OF_PARTS = {f"{name}{form}" for name in ("idefics3", "llava_next", "smolvlm") for form in ("", "_training")}
+
+
+def installed_templates() -> list[Any]:
+    """Return the templates of packages that ship some, where they are installed, as parameters of a test."""
+    specs = map(importlib.util.find_spec, ("trl", "axolotl", "vllm", "llama_cpp"))
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob("*.jinja"))
+    return [pytest.param(file, id=f"{file.parent.parent.name}-{file.stem}") for file in files] or [
+        pytest.param(Path("none"), marks=pytest.mark.skip(reason="no package has templates"))
+    ]

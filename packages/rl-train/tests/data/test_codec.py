@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import CHATML, COHERE, GLM, GPT_OSS, MISTRAL, NEMOTRON, NO_RESULTS, NO_TOOLS, save_tokenizer
+from chat_families import (
+    CHATML,
+    COHERE,
+    GLM,
+    GPT_OSS,
+    MISTRAL,
+    NEMOTRON,
+    NO_RESULTS,
+    NO_TOOLS,
+    OF_PARTS,
+    installed_templates,
+    save_tokenizer,
+)
 
 from rl_train.data.codec import TextCodec
 
@@ -98,23 +109,8 @@ def test_the_end_of_a_text_may_be_in_the_map_of_special_tokens(tmp_path: Path, v
     assert TextCodec(tmp_path).end == end
 
 
-# Templates that show contents as parts alone, and are refused for texts.
-OF_PARTS = {f"{name}{form}" for name in ("idefics3", "llava_next", "smolvlm") for form in ("", "_training")}
-
-
-def installed_templates() -> list[Path]:
-    """Return the templates of packages that ship some, where they are installed."""
-    specs = map(importlib.util.find_spec, ("trl", "axolotl", "vllm", "llama_cpp"))
-    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
-    return sorted(file for folder in folders for file in folder.rglob("*.jinja"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file",
-    installed_templates() or [pytest.param(Path("none"), marks=pytest.mark.skip(reason="no package has templates"))],
-    ids=lambda file: f"{file.parent.parent.name}-{file.stem}",
-)
+@pytest.mark.parametrize("file", installed_templates(), ids=str)
 def test_templates_of_installed_packages(tmp_path: Path, file: Path) -> None:
     """An answer has one end with every template, and each shows tools and their results, or is refused."""
     save_tokenizer(tmp_path, file.read_text())

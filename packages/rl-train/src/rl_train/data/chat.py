@@ -6,6 +6,7 @@ Messages that a template refuses or leaves out are a ValueError, also in `TextCo
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -48,6 +49,14 @@ class ChatTemplate:
         """Return the text of a chat and of the beginning of the answer."""
         self.check(messages, tools)
         return self._text(messages, tools)
+
+    def answered(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        """Return the text of a chat that ends with an answer; ValueError if a text of the answer is not shown."""
+        text = self._text(messages, tools, answer=False)
+        for name in ("content", "reasoning_content"):
+            if str(messages[-1].get(name) or "").strip() not in text:
+                raise ValueError(f'the chat template leaves out or changes the "{name}" of the last answer')
+        return text
 
     def check(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> None:
         """Raise ValueError for a chat that ends with an answer, or if the template leaves out a part of the chat.
@@ -131,6 +140,22 @@ class ChatTemplate:
             return text
         except Exception as error:  # a template raises what its author chose
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+
+
+def plain(message: Message) -> Message:
+    """Return a message of OpenAI's chat completions in the form of chat templates.
+
+    A content of None becomes "", and the arguments of calls, which are JSON texts there, become objects.
+    """
+    calls = [{**call, "function": _with_arguments(call["function"])} for call in message.get("tool_calls") or ()]
+    message = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    return {"content": "", **message, **({"tool_calls": calls} if calls else {})}
+
+
+def _with_arguments(function: Message) -> Message:
+    with suppress(ValueError, TypeError):
+        return {**function, "arguments": json.loads(function["arguments"])}
+    return function
 
 
 def name_of(tool: Any) -> str | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rl_train.data.chat import ChatTemplate
+from rl_train.data.chat import ChatTemplate, Message
 from rl_train.data.images import ImageChat
 from rl_train.data.sources import read_json
 
@@ -83,6 +83,10 @@ class TextCodec:
         """
         return self._ids(self._template.prompt(self._begun(messages), tools or self.tools or None))
 
+    def answered(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
+        """Return the token ids of a chat that ends with an answer; see `ChatTemplate.answered`."""
+        return self._ids(self._template.answered(self._begun(messages), tools or self.tools or None))
+
     def image_chat(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], base: Path) -> ImageChat:
         """Return a chat with images of a row, whose relative paths begin at the folder `base`; see `ImageChat.of`."""
         chat = ImageChat.of(self.file.parent, self._begun(messages), row, base, row.get("tools") or self.tools)
@@ -94,7 +98,7 @@ class TextCodec:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def continuation(self, messages: Sequence[Mapping[str, Any]], last: int) -> list[int]:
+    def continuation(self, messages: Sequence[Message], last: int, tools: Sequence[Message] | None = None) -> list[int]:
         """Return the tokens between an answer of the model and its next answer, by the template.
 
         They follow the tokens that the model drew, which stay unchanged. The beginning that the answer already has is
@@ -105,16 +109,17 @@ class TextCodec:
         Args:
             messages: The messages after the answer.
             last: The last token of the answer.
+            tools: The JSON schemas of the functions that the template offers to the model (default: the codec's).
         """
-        following = self._template.following(messages, self.tools or None)
+        following = self._template.following(messages, tools or self.tools or None)
         ids, head, end = map(self._ids, following[:3])
         cut = 0
-        if last not in self._special and not following.calls:
+        if last not in self.special and not following.calls:
             cut = int(ids[:1] == [last])
         elif last in head:
             cut = head.index(last) + 1
         else:
-            cut = max((place for place, token in enumerate(end, start=1) if token in self._special), default=0)
+            cut = max((place for place, token in enumerate(end, start=1) if token in self.special), default=0)
         if following.calls and not cut:
             raise ValueError("the chat template shows no end of an answer that calls tools")
         return ids[cut:]
@@ -136,7 +141,7 @@ class TextCodec:
         return ChatTemplate(self._chat)
 
     @cached_property
-    def _special(self) -> set[int]:
+    def special(self) -> set[int]:
         """Return the ids of the special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {id for id, token in added.items() if token.special or id == self.end}

@@ -13,10 +13,10 @@ from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import RolloutEngine
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Conversations
-from rl_train.loop.conversations_in_flight import ConversationsInFlight
-from rl_train.loop.samples import with_images
+from rl_train.loop.environment_turns import EnvironmentTurns
+from rl_train.loop.environment_turns_in_flight import EnvironmentTurnsInFlight
 from rl_train.rewards.function import Rewards
+from rl_train.trajectories.samples import with_images
 
 # (file of the prompts, prompts, sampling) -> the responses, `sampling.n` to each prompt.
 Ask = Callable[[Path, Sequence[Prompt], SamplingOptions], Future[Batch]]
@@ -29,9 +29,9 @@ def asking(
     once: Callable[[Callable[[], Any]], Any],
     tell: Callable[[str], None],
 ) -> Ask:
-    """Return the function with which a run draws responses; `Conversations` with an environment of several turns."""
+    """Return the function with which a run draws responses; `EnvironmentTurns` with an environment of several turns."""
     if checked_run.options.converses:
-        kind = ConversationsInFlight if checked_run.options.rollouts.in_flight else Conversations
+        kind = EnvironmentTurnsInFlight if checked_run.options.rollouts.in_flight else EnvironmentTurns
         return kind(checked_run, engine, rewards, once, tell).draw
 
     def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:

@@ -20,7 +20,6 @@ from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask, asking
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import describe
 from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
@@ -33,6 +32,7 @@ from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
 from rl_train.report.terminal import counted
 from rl_train.rewards.function import Rewards
+from rl_train.trajectories.episodes import describe
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4

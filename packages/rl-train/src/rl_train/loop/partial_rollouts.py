@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.draws import Draw, Drawn, DrawsInFlight, State, done
-from rl_train.loop.samples import Sample, batch_of, next_call, take_parts
+from rl_train.trajectories.samples import Sample, batch_of, next_call, parts_of
 
 
 class PartialRollouts(DrawsInFlight):
@@ -72,7 +72,7 @@ class PartialRollouts(DrawsInFlight):
         limit = len(prompt.tokens) + options.sampling.max_new_tokens
         group = _Group([Sample(prompt, images, limit, prompt.tokens) for _ in range(options.samples)])
         if drawn is not None and drawn.mask.any():
-            take_parts(group.samples, drawn)
+            _take(group.samples, drawn)
             self._end(group)
         return group
 
@@ -85,7 +85,7 @@ class PartialRollouts(DrawsInFlight):
         batch = self.rollouts.generate(*next_call(samples, sampling, seed, options.rollouts.partial))
         if VERSION not in batch.fields:
             batch = batch.with_fields(**{VERSION: torch.full_like(batch.tokens, self.rollouts.version)})
-        take_parts(samples, batch)
+        _take(samples, batch)
         self._calls += 1
         for group in groups:
             self._end(group)
@@ -113,6 +113,12 @@ class _Group(Future[Batch]):
     def __init__(self, samples: list[Sample]) -> None:
         super().__init__()
         self.samples = samples
+
+
+def _take(samples: Sequence[Sample], batch: Batch) -> None:
+    """Add to each sample what an engine has drawn for it, a sequence of the batch."""
+    for sample, part in zip(samples, parts_of(batch, [len(sample.tokens) for sample in samples]), strict=True):
+        sample.take(part)
 
 
 def _group(draw: Draw) -> _Group:

@@ -14,9 +14,9 @@ from rl_models import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.data.sources import place
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import totals
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
+from rl_train.trajectories.episodes import totals
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,15 @@ from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import Conversation, Conversations, Talk, totals
+from rl_train.loop.environment_turns import EnvironmentAnswers, EnvironmentTurns, Episode
 from rl_train.loop.scoring import Scorer
 from rl_train.options.groups import DataOptions
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import MODEL, VOCABULARY
 from rl_train.rewards.function import Rewards
+from rl_train.trajectories.episodes import totals
+from rl_train.trajectories.recorder import Call, Recorder
+from rl_train.trajectories.samples import Part
 
 pytestmark = pytest.mark.usefixtures("folder_of_rewards")
 END, A = VOCABULARY.index("</s>"), VOCABULARY.index("a")
@@ -86,7 +89,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         said: list[str] = []
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Scripted(responses)
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
-        talks = Conversations(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
+        talks = EnvironmentTurns(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
         batch = talks.draw(file, prompts, SamplingOptions(resolved.sampling.max_new_tokens, n=n)).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
 
@@ -178,7 +181,7 @@ def test_messages_that_the_template_refuses_fail_like_their_environment(draw: Dr
 
 
 def test_a_slow_step_keeps_no_other_sample_waiting(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_train.loop.conversations._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("rl_train.loop.environment_turns._PATIENCE_SECONDS", 0.05)
     rows = [{"step": "hang"}, {"turns": 3}]
     responses = [[5, END]] * 4
     batch, engine, _, _ = draw(rows, responses, **{"rewards.errors": "zero"})
@@ -213,9 +216,10 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     )
     owner: Any = SimpleNamespace(checked_run=checked_run, rewards=rewards)
     tokens = checked_run.codec.chat([{"role": "user", "content": "use <think>"}], None)
-    sample = Conversation(Prompt(tokens, {}, 1), None, 999, tokens, key=7)
-    sample.take([*sample.tokens, 5, 0], {})
-    Talk(owner, tmp_path, [sample]).step(sample)
+    prompt = Prompt(tokens, {}, 1)
+    episode = Episode(prompt, 7, Recorder(prompt, checked_run.codec, 999), Call(tokens))
+    episode.recorder.record(episode.call, Part([5, 0], {}))
+    EnvironmentAnswers(owner, tmp_path, [episode]).step(episode)
     assert asked == [{"last": False, "thinking": thinking}]
 
 

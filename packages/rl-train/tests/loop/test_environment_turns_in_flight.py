@@ -25,13 +25,13 @@ from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.process import engine_process
 from rl_train.environments.worker import Turn
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.conversations import totals
-from rl_train.loop.conversations_in_flight import ConversationsInFlight
+from rl_train.loop.environment_turns_in_flight import EnvironmentTurnsInFlight
 from rl_train.options.options import TrainOptions
+from rl_train.trajectories.episodes import totals
 
 from ..engines.test_in_flight import InThread
 from ..engines.test_separate import changed
-from .test_conversations import chat_model as chat_model, run
+from .test_environment_turns import chat_model as chat_model, run
 
 SAMPLING = SamplingOptions(30, n=2, top_k=25, keep_sampling_mask=True, stop_ids=range(2, 9))
 
@@ -66,7 +66,7 @@ def talks(chat_model: Path, tmp_path: Path) -> Talks:
         checked_run = CheckedRun(options, prompts, [], (), None)
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         rewards = SimpleNamespace(environments=environments)
-        conversations: Any = ConversationsInFlight(checked_run, engine, rewards, once, print)  # type: ignore[arg-type]
+        conversations: Any = EnvironmentTurnsInFlight(checked_run, engine, rewards, once, print)  # type: ignore[arg-type]
         return conversations, partial(conversations.draw, file, prompts)
 
     return make
