@@ -28,6 +28,7 @@ from parallel_layers.head import chunked, fused
 from parallel_layers.invariant import tp_invariant
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
+from parallel_layers.mlp.activations import ClampedSwiGLU
 from parallel_layers.moe import MoEConfig
 from parallel_layers.testing import RankPool
 
@@ -46,8 +47,28 @@ CONFIGS = {
             kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, q_lora_rank=20
         ),
     ),
+    "mixture": replace(
+        LLAMA,
+        moe=MoEConfig(
+            num_experts=6, top_k=3, intermediate_size=20, shared_intermediate_size=12, shared_expert_gate=True
+        ),
+    ),
+    "gpt-oss": replace(
+        LLAMA, attention_sinks=True, window=5,
+        moe=MoEConfig(
+            num_experts=6, top_k=2, intermediate_size=20, router_bias=True, expert_bias=True, input_major_experts=True,
+            alternating_gate_up=True, activation=ClampedSwiGLU(),
+        ),
+    ),
+    "deepseek": replace(
+        LLAMA,
+        moe=MoEConfig(
+            num_experts=8, top_k=3, intermediate_size=20, scoring="sigmoid", correction_bias=True, num_groups=4,
+            top_k_groups=2, routed_scaling_factor=2.5, shared_intermediate_size=12,
+        ),
+    ),
 }  # fmt: skip
-PLAIN = {("qwen", torch.float32)}  # the other cases are slow
+PLAIN = {("qwen", torch.float32), ("gpt-oss", torch.bfloat16)}  # the other cases are slow
 VOCABULARY = 514  # divisible by 2 ranks, not by 4, whose second begins elsewhere
 LENGTHS = [9, 1, 14, 5]
 
@@ -170,7 +191,7 @@ def _gradients(group: ProcessGroup | None, config: DecoderConfig, sequence_paral
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen" else pytest.mark.slow) for name in CONFIGS]
+    "name", [pytest.param(name, marks=[] if name in ("qwen", "gpt-oss") else pytest.mark.slow) for name in CONFIGS]
 )
 @pytest.mark.parametrize(("world", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_gradients_are_the_ordinary_ones(ranks: RankPool, name: str, world: int, sequence_parallel: bool) -> None:
@@ -178,7 +199,7 @@ def test_gradients_are_the_ordinary_ones(ranks: RankPool, name: str, world: int,
     found = [_gradients(None, *arguments)] if world == 1 else ranks.run(_gradients, *arguments, world=world)
     for ours, theirs in found:
         for mine, expected in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5 + 2e-5 * float(expected.abs().max()))
 
 
 def _options(group: ProcessGroup | None) -> list[Tensor]:
@@ -254,7 +275,11 @@ def test_what_has_no_invariant_form() -> None:
     linear = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8)
     delta = KimiDeltaConfig(num_heads=2, head_dim=8)
     for model, words in (
-        (layer(moe=experts), "mlp: a mixture of experts"),
+        (layer(moe=replace(experts, scaled_router=True)), "gate: a router with scaled inputs has no invariant form"),
+        (
+            layer(moe=replace(experts, intermediate_size=10)),
+            "experts: moe_intermediate_size=10 is not divisible by blocks=4",
+        ),
         (layer(linear_attention=linear), "linear_attn: linear attention has no invariant form"),
         (layer(linear_attention=delta), "linear_attn: linear attention has no invariant form"),
         (layer(qk_norm="full"), "q_norm: a norm over all ranks' heads"),
@@ -268,9 +293,6 @@ def test_what_has_no_invariant_form() -> None:
     ring.self_attn.attend = partial(ring_attention, group=None)
     with pytest.raises(ValueError, match="self_attn: ring attention depends on where a sequence lies"):
         tp_invariant(ring)
-    packed = PackedSequence.from_sequences([torch.arange(3)])
-    with pytest.raises(ValueError, match=r"no invariant backend can do this case: .*exact: .*sinks"):
-        tp_invariant(layer(attention_sinks=True))(torch.randn(3, 24), None, packed.cu_seqlens, 3)
     with pytest.raises(ValueError, match=r"float32, bfloat16 or float16, not torch\.float64"):
         tp_invariant(ColumnParallelLinear(4, 4, dtype=torch.float64))(torch.randn(2, 4, dtype=torch.float64))
 

@@ -94,7 +94,7 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
     "reference": Backend("torch", lambda: True, REFERENCE),
     # Slow: replaces the reference where it must be invariant.
-    "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, lse=False, invariant=True),
+    "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, invariant=True),
 }
 
 INVARIANT_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.invariant)

@@ -45,7 +45,8 @@ class ParallelLatentAttention(ParallelModule):
 
     A cache holds only the latents and rotated keys, `[1, C + R]` per token for all heads. While the cache is empty, the
     tokens attend to each other as without a cache. Afterwards `kv_b_proj` is multiplied into the queries and the
-    outputs, so that the latents are the keys and values of a single head (section 2.1.2).
+    outputs, so that the latents are the keys and values of a single head (section 2.1.2). In the view of
+    `tp_invariant`, where `absorbs` is False, a cache holds the keys and values of all heads.
 
     Args:
         config: The description of the layer, with `latent`. DeepSeek's checkpoints need `rotary_interleaved`. See
@@ -54,6 +55,9 @@ class ParallelLatentAttention(ParallelModule):
     Raises:
         ValueError: The config has no `latent`, or `num_heads` is not divisible by the group's size.
     """
+
+    absorbs = True
+    """Attention to a cache multiplies `kv_b_proj` into queries and outputs, so a cache holds latents."""
 
     def __init__(
         self,
@@ -103,6 +107,8 @@ class ParallelLatentAttention(ParallelModule):
     def cache_shape(self) -> CacheShape:
         """The cache entry of a token: the latent, which is also the value, followed by the rotated key."""
         rank = self.sizes.kv_lora_rank
+        if not self.absorbs:
+            return CacheShape(self.num_heads_local, self.sizes.qk_head_dim, self.sizes.v_head_dim)
         return CacheShape(1, rank + self.sizes.qk_rope_head_dim, rank, values_in_keys=True)
 
     def _share(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -145,7 +151,7 @@ class ParallelLatentAttention(ParallelModule):
         if rotary is not None:
             q_rope, k_rope = rotate_queries_and_keys(q_rope, k_rope, *rotary, interleaved=self.rotary_interleaved)
         attend = attention_of_call(self.attend, cache, shared_keys)
-        if cache is not None:
+        if cache is not None and self.absorbs:
             values = latent[:, None]
             keys = torch.cat((values, k_rope), dim=-1)
             if not cache.starts(cu_seqlens):

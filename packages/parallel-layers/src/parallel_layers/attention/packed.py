@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
+from parallel_layers.kernels.exact import in_double
 from parallel_layers.module.autocast import autocast_off, wide, without_autocast
 
 
@@ -165,7 +166,8 @@ def lse_with_sinks(lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
 
 def out_with_sinks(out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:
     """Return the output of the whole softmax, `[T, Q, D]`, in the wider of the two dtypes."""
-    return out_TQD * torch.sigmoid(lse_QT - sinks_Q.to(lse_QT.dtype)[:, None]).T[..., None]
+    share_QT = in_double(torch.sigmoid, lse_QT - sinks_Q.to(lse_QT.dtype)[:, None])
+    return out_TQD * share_QT.T[..., None]
 
 
 def gradient_of_sinks(d_out_TQD: Tensor, out_TQD: Tensor, lse_QT: Tensor, sinks_Q: Tensor) -> Tensor:

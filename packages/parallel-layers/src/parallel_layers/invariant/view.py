@@ -1,6 +1,5 @@
 """`tp_invariant`: a model whose forward has the same bits at every tensor-parallel size and in every pack."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,10 @@ from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAtten
 from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.mlp.layer import ParallelMLP
 from parallel_layers.module.shared_weights import Model, view_of
+from parallel_layers.moe.experts import GroupedExperts
+from parallel_layers.moe.invariant import InvariantExperts, InvariantMixture
 from parallel_layers.moe.layer import MoE
+from parallel_layers.moe.router import TopKRouter
 from parallel_layers.norm.layer_norm import LayerNorm
 from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
 from parallel_layers.rotary.embedding import RotaryEmbedding
@@ -45,8 +47,12 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     and `kernels.exact`.
 
     The result is a view (`shared_weights.view_of`) with the parameters of `model`, and `model` stays unchanged. The
-    view can be trained: gradients equal the ordinary layers' gradients within rounding and are not invariant. Decoding
-    with a cache uses the ordinary attention.
+    view can be trained: gradients equal the ordinary layers' gradients within rounding and are not invariant. Tokens
+    that come one by one to a cache have the same bits as in one pass; a cache of latent attention then holds the keys
+    and values of all heads.
+
+    A mixture's token has the same bits wherever its experts are (`moe.invariant`): at every size of the expert group,
+    and whichever tokens go to the same experts.
 
     On a GPU the bits are equal at every tp. On a CPU elementary functions and sums are computed in fp64 and rounded, so
     that bits are equal except for rounding ties (about one number in 10^8). bf16 on Hopper GPUs and newer uses Triton
@@ -57,16 +63,26 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
 
     Args:
         model: A layer of this package, or a module with such layers.
-        blocks: A power of two; a multiple of every group's size.
+        blocks: A power of two; a multiple of every group's size. It divides experts' intermediate size.
 
     Raises:
         ValueError: A group's size does not divide `blocks`, `blocks` does not divide a row-parallel layer's inputs, or
-            a layer has no invariant form: mixtures of experts, linear attention, norms over the heads of all ranks,
-            norms of values, ring attention, and the attention backends "sdpa" and "reference".
+            a layer has no invariant form: routers with scaled inputs, linear attention, norms over the heads of all
+            ranks, norms of values, ring attention, and the attention backends "sdpa" and "reference".
     """
     for name, module in model.named_modules():
         _check(name or type(model).__name__, module, blocks)
-    return view_of(model, lambda module, view: view.__dict__.update(_invariant_attributes(view, blocks)))
+
+    def change(module: nn.Module, view: nn.Module) -> None:
+        for kind, invariant in _CLASSES.items():
+            if isinstance(view, kind):
+                view.__class__ = invariant
+        view.__dict__.update(_invariant_attributes(view, blocks))
+
+    return view_of(model, change)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {GroupedExperts: InvariantExperts, MoE: InvariantMixture}
 
 
 def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
@@ -81,10 +97,15 @@ def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
         return {"forward": partial(in_double, view.forward)}
     if isinstance(view, RotaryEmbedding):
         return {"forward": partial(_rotary, view)}
+    if isinstance(view, TopKRouter):
+        return {"invariant": True}
+    if isinstance(view, InvariantExperts):
+        return {"blocks": blocks}
     if isinstance(view, ParallelMLP):
         return {"activate": partial(in_double, view.activate)}
     if isinstance(view, ParallelAttention | ParallelLatentAttention):
-        return {"attend": partial(_attend, view.attend)}
+        backend = "invariant" if view.options["backend"] == "auto" else view.options["backend"]
+        return {"options": {**view.options, "backend": backend}, "absorbs": False}
     return {}
 
 
@@ -94,8 +115,10 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
     check_blocks(blocks, group.size() if isinstance(group, ProcessGroup) else 1)
     if isinstance(module, RowParallelLinear) and module.in_features % blocks:
         raise ValueError(f"{name}: in_features={module.in_features} is not divisible by blocks={blocks}")
-    if isinstance(module, MoE):
-        raise ValueError(f"{name}: a mixture of experts has no tensor-parallel invariant form; use the ordinary model")
+    if isinstance(module, TopKRouter) and module.scale is not None:
+        raise ValueError(f"{name}: a router with scaled inputs has no invariant form; use the ordinary model")
+    if isinstance(module, GroupedExperts) and (size := module.fan_in["down_proj"]) % blocks:
+        raise ValueError(f"{name}: moe_intermediate_size={size} is not divisible by blocks={blocks}")
     if isinstance(module, GatedDeltaNet | KimiDeltaAttention | Mamba2):
         raise ValueError(f"{name}: linear attention has no invariant form; use the ordinary model")
     if isinstance(module, HeadShardedRMSNorm):
@@ -134,7 +157,3 @@ def _rotary(layer: RotaryEmbedding, positions_T: Tensor) -> tuple[Tensor, Tensor
     angles = layer.angles(positions_T)
     cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
     return cos * layer.attention_factor, sin * layer.attention_factor
-
-
-def _attend(attend: Callable[..., Tensor], *tensors: Any, backend: str, **options: Any) -> Tensor:
-    return attend(*tensors, backend="invariant" if backend == "auto" else backend, **options)

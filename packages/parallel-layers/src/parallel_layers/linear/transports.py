@@ -195,11 +195,8 @@ class _Tree(_SerialTransport):
     """Each rank has the fp32 sum of a subtree of the contraction, and adds up its own tokens' subtrees."""
 
     def product_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        size = self.group.size()
         async_collectives.check_divisible(x, 0, self.group)
-        partial_sum, sizes = self.product(x, weight, None, torch.float32), [len(x) // size] * size
-        arrived = async_collectives.wait(async_collectives.start_all_to_all(partial_sum, self.group, sizes, sizes))
-        y = tree(arrived.chunk(size) if len(x) else [partial_sum])
+        y = tree_scatter(self.product(x, weight, None, torch.float32), self.group)
         return (y if bias is None else y + bias.float()).to(self.dtype)
 
 
@@ -246,6 +243,14 @@ def tree(terms: Sequence[Tensor]) -> Tensor:
     while len(terms) > 1:
         terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0]
+
+
+def tree_scatter(partial_sum: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's rows of the sum over the ranks, as one tree: `[T, ...]` -> `[T/tp, ...]`, by an all-to-all."""
+    size = group.size()
+    sizes = [len(partial_sum) // size] * size
+    arrived = async_collectives.wait(async_collectives.start_all_to_all(partial_sum, group, sizes, sizes))
+    return tree(arrived.chunk(size) if len(partial_sum) else [partial_sum])
 
 
 def available_overlaps(group: ProcessGroup | None, device: torch.device | str) -> tuple[str, ...]:

@@ -40,7 +40,9 @@ class Move:
         """Sum each token's rows: `[M, H]` -> `[T, H]`."""
         if use_triton(rows):
             return sum_rows(rows, self.inverse, self.top_k)
-        return rows.index_select(0, self.inverse).view(-1, self.top_k, rows.shape[1]).sum(1)
+        # fp64 hides the order of the sums on a CPU; see `kernels.exact`.
+        of_tokens = rows.index_select(0, self.inverse).view(-1, self.top_k, rows.shape[1])
+        return of_tokens.sum(1, dtype=torch.float64).to(rows.dtype)
 
 
 class _MoveFunction(torch.autograd.Function):

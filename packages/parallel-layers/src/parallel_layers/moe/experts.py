@@ -300,7 +300,7 @@ def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("parallel_layers::grouped_linear_backward", mutates_args=())
-def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+def loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Return dx = dy W and dW = dyᵀ x, computed expert by expert; dW is empty unless the weight trains."""
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = torch.empty_like(weight) if trains else weight.new_empty(0)
@@ -311,7 +311,7 @@ def _loop_backward(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, train
     return d_x, d_weight
 
 
-@_loop_backward.register_fake
+@loop_backward.register_fake
 def _(d_y: Tensor, x: Tensor, weight: Tensor, counts: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), torch.empty_like(weight) if trains else weight.new_empty(0)
 
@@ -324,7 +324,7 @@ def _runs(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
     trains = ctx.needs_input_grad[1]
-    d_x, d_weight = _loop_backward(d_y, *ctx.saved_tensors, trains)
+    d_x, d_weight = loop_backward(d_y, *ctx.saved_tensors, trains)
     return d_x, d_weight if trains else None, None
 
 

@@ -18,6 +18,7 @@ from parallel_layers.distributed.collectives import (
     reduce_scatter_to_sequence_parallel,
     scatter_to_sequence_parallel,
 )
+from parallel_layers.kernels.exact import in_double
 from parallel_layers.linear.execution import DEFAULT, UNDIVIDED, Execution, Placement
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.layers import ReplicatedLinear
@@ -141,7 +142,11 @@ class MoE(ParallelModule):
         shared = self.shared_experts(hidden)
         if self.routed_output_norm is not None and self.shared_output_norm is not None:
             return self.routed_output_norm(out) + self.shared_output_norm(shared)
-        return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(hidden).sigmoid() * shared)
+        return out + (
+            shared
+            if self.shared_expert_gate is None
+            else in_double(torch.sigmoid, self.shared_expert_gate(hidden)) * shared
+        )
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         experts, weights = routing.experts, routing.weights
@@ -153,10 +158,18 @@ class MoE(ParallelModule):
             x = gather_from_sequence_parallel(x, self.group, reduce_dtype=dtype)
             weights = gather_from_sequence_parallel(weights, self.group)
             out = self.experts(x, async_collectives.all_gather(experts, self.group), weights)
-            return reduce_scatter_to_sequence_parallel(out, self.group, reduce_dtype=dtype)
+            return self._sum(out)
         x = copy_to_tensor_parallel(x, self.group, reduce_dtype=dtype)
         weights = copy_to_tensor_parallel(weights, self.group)
         out = self.experts(x, experts, weights)
+        return self._sum(out)
+
+    def _sum(self, out: Tensor) -> Tensor:
+        """Sum the ranks' parts of the experts' outputs: `[T, H]` -> `[T', H]`."""
+        assert self.group is not None
+        dtype = self.execution.reduce_dtype
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel(out, self.group, reduce_dtype=dtype)
         if self.execution.few_tokens:
             return exchange_few(out, self.group, "all-reduce")
         return reduce_from_tensor_parallel(out, self.group, reduce_dtype=dtype)

@@ -19,6 +19,7 @@ from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.kernels.runtime import device_type, use_triton
 from parallel_layers.kernels.top_k import top_k
 from parallel_layers.kernels.top_weights import top_weights
+from parallel_layers.linear.invariant import InvariantProduct, linear as invariant_linear
 from parallel_layers.module.autocast import autocast_off
 from parallel_layers.module.initialization import as_linear, fill_parameter_
 from parallel_layers.module.parallel_module import ParallelModule
@@ -50,26 +51,32 @@ class _WideLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor, invariant: bool) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EH)
+        if invariant:
+            return InvariantProduct()(x_TH, weight_EH, None, torch.float32)
         return torch.mm(x_TH, weight_EH.t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         high = gradient_TE.to(x.dtype)
         halves = torch.cat([high, (gradient_TE - high).to(x.dtype)], dim=1)
         d_weight = torch.mm(halves.t(), x, out_dtype=torch.float32).unflatten(0, (2, -1)).sum(0)
-        return halves @ torch.cat([weight, weight]), d_weight.to(weight.dtype)
+        return halves @ torch.cat([weight, weight]), d_weight.to(weight.dtype), None
 
 
-def wide_linear(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """Return `x Wᵀ` in at least fp32, without rounding the operands: `[T, H]`, `[E, H]` -> `[T, E]`."""
+def wide_linear(x_TH: Tensor, weight_EH: Tensor, *, invariant: bool = False) -> Tensor:
+    """Return `x Wᵀ` in at least fp32, without rounding the operands: `[T, H]`, `[E, H]` -> `[T, E]`.
+
+    `invariant`: the bits of a row do not depend on the other rows (`linear.invariant`).
+    """
     if device_type(x_TH.device) == "cuda" and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
-        result: Tensor = _WideLinear.apply(x_TH, weight_EH)
+        result: Tensor = _WideLinear.apply(x_TH, weight_EH, invariant)
         return result
     wide = torch.promote_types(x_TH.dtype, torch.float32)
-    return F.linear(x_TH.to(wide), weight_EH.to(wide))
+    linear = invariant_linear if invariant else F.linear
+    return linear(x_TH.to(wide), weight_EH.to(wide))
 
 
 def _scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
@@ -94,6 +101,7 @@ def route(
     *,
     bias_E: Tensor | None = None,
     select: Callable[[Tensor], Tensor] | None = None,
+    invariant: bool = False,
 ) -> Routing:
     """Route tokens by their logits.
 
@@ -101,13 +109,15 @@ def route(
         w = s[experts],   w / Σ w with `normalize_top_k`,   times `routed_scaling_factor`
 
     Gradients flow only through the weights. All but the experts are at least fp32. `select` is a function of the chosen
-    experts `[T', k]` that returns the experts to use (a replay).
+    experts `[T', k]` that returns the experts to use (a replay). `invariant`: scores and weights are computed in fp64
+    and rounded once, so a token's bits do not depend on the other tokens.
     """
     logits = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    in_a_kernel = logits.dtype == torch.float32 and use_triton(logits)
+    in_a_kernel = logits.dtype == torch.float32 and use_triton(logits) and not invariant
     # Scores grow with logits, so without a bias and groups the largest of both are the same.
-    by_logits = in_a_kernel and bias_E is None and config.num_groups == 1
-    experts = choose_experts(logits if by_logits else _scores(logits, config), config, bias_E)
+    by_logits = (in_a_kernel or invariant) and bias_E is None and config.num_groups == 1
+    scored = logits.double() if invariant else logits
+    experts = choose_experts(logits if by_logits else _scores(scored, config).to(logits.dtype), config, bias_E)
     if select is not None:
         experts = select(experts)
     if in_a_kernel:
@@ -115,12 +125,12 @@ def route(
             logits, experts, config.scoring == "softmax", config.normalize_top_k, config.routed_scaling_factor
         )
         return Routing(logits, experts, weights)
-    weights = _scores(logits, config).gather(-1, experts)
+    weights = _scores(scored, config).gather(-1, experts)
     if config.normalize_top_k:
         # All sigmoids can underflow to 0, as can the softmax scores of experts that a bias chose.
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + 1e-20 if config.scoring == "sigmoid" else total.clamp(min=1e-12))
-    return Routing(logits, experts, weights * config.routed_scaling_factor)
+    return Routing(logits, experts, (weights * config.routed_scaling_factor).to(logits.dtype))
 
 
 class TopKRouter(ParallelModule):
@@ -139,6 +149,8 @@ class TopKRouter(ParallelModule):
     scale: nn.Parameter | None
     per_expert_scale: nn.Parameter | None
     e_score_correction_bias: Tensor | None
+    invariant = False
+    """The bits of a token do not depend on the other tokens; set by `tp_invariant`."""
 
     def __init__(
         self,
@@ -200,13 +212,15 @@ class TopKRouter(ParallelModule):
                 scale = copy_to_tensor_parallel(self.scale, self.group)
                 x = x.to(torch.promote_types(x.dtype, torch.float32))
                 x = rms_norm(x, None, eps=self.config.norm_eps) * scale * len(scale) ** -0.5
-            logits = wide_linear(x, weight)
+            logits = wide_linear(x, weight, invariant=self.invariant)
             if self.bias is not None:
                 logits = logits + copy_to_tensor_parallel(self.bias, self.group)
         select = None
         if context is not None and context.replay is not None:
             select = partial(self._select, context.replay, layer_number)
-        routing = route(logits, self.config, bias_E=self.e_score_correction_bias, select=select)
+        routing = route(
+            logits, self.config, bias_E=self.e_score_correction_bias, select=select, invariant=self.invariant
+        )
         if self.per_expert_scale is not None:
             of_experts = copy_to_tensor_parallel(self.per_expert_scale, self.group)
             routing = routing._replace(weights=routing.weights * of_experts[routing.experts])

@@ -115,8 +115,8 @@ class EngineOptions:
         keep_probabilities: Keep the head's probabilities `[T, V/tp]` in bf16 for the backward, which then computes one
             GEMM less ("auto": where there is memory). On GPUs, by `parallel_layers.linear_log_probs`. "auto" decides
             for each micro-batch; never with `deterministic` or `tp_invariant`, nor on a backend without it.
-        tp_invariant: Give log-probs and values whose bits depend neither on tp nor on the rest of a batch. For dense
-            models, by `parallel_layers.invariant`. Generation is ordinary.
+        tp_invariant: Give log-probs and values whose bits depend neither on tp and ep nor on the rest of a batch, by
+            `parallel_layers.invariant`. Generation computes in the same way: draws have the log-probs of training.
         mtp_loss_scaling_factor: The weight of the loss that trains the multi-token-prediction layers (0: keep the
             layers as they are). It is lambda in equation 25 of DeepSeek-V3 (arXiv:2412.19437).
         deterministic: Give the same bits at every run on the same grid. This sets the whole process for good, see

@@ -312,6 +312,7 @@ class ContinuousBatching:
         """Count the tokens of each response, and free the slots of stopped responses."""
         session = self.session
         is_drawn = torch.arange(columns.shape[1], device=rows.device) < session.drawn[:, None]
+        session.score(is_drawn)
         for results, draws in zip(self._results, session.draws[:2], strict=True):
             results[torch.where(is_drawn, rows, len(self.drawn)), columns] = draws
         active, counts, steps = torch.stack((session.active.long(), session.drawn, session.steps)).tolist()

@@ -18,6 +18,7 @@ from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
 from parallel_models.generation.drafter import Drafter
 from parallel_models.generation.options import Experts
+from parallel_models.generation.scorer import Scorer
 from parallel_models.generation.stage_ring import StageRing
 
 _SHARE_OF_FREE_MEMORY = 0.8
@@ -72,6 +73,7 @@ class Decoding:
         independent: Ranks that divide experts have all of them now, and may run different forward passes.
         drafter: Drafts tokens, and computes prompts and steps instead of `forward`; None without drafts.
         recurrent: Layers have linear attention, on this stage or another one.
+        scorer: Gives the log-probs of drawn tokens in place of the draws' own; None: the draws' own stay.
     """
 
     caches: Sequence[PagedKVCache]
@@ -85,6 +87,7 @@ class Decoding:
     independent: bool = False
     drafter: Drafter | None = None
     recurrent: bool = False
+    scorer: Scorer | None = None
 
 
 class CacheSizes(NamedTuple):

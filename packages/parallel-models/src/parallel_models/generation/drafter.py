@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel_layers import PackedSequence
 from parallel_layers.inference import DecodeSteps, PagedKVCache
+from parallel_models.generation.scorer import Scorer
 from parallel_models.model.language_models import CausalLM
 
 
@@ -24,14 +25,17 @@ class Drafter:
 
     Args:
         prompts, steps: The views of the model that compute prompts and steps.
+        head: The head of `steps`.
         drafting: The view that drafts; every rank of it has all tokens.
         count: k.
         exact: See `CacheOptions`.
     """
 
-    def __init__(self, prompts: CausalLM, steps: CausalLM, drafting: CausalLM, count: int, *, exact: bool) -> None:
-        self.count, self._prompts, self._steps, self._drafting, self._exact = count, prompts, steps, drafting, exact
-        self._states: Tensor
+    def __init__(
+        self, prompts: CausalLM, steps: CausalLM, head: Scorer, drafting: CausalLM, count: int, *, exact: bool
+    ) -> None:
+        self.count, self._prompts, self._steps, self._head = count, prompts, steps, head
+        self._drafting, self._exact = drafting, exact
 
     def read(self, packed: PackedSequence, cache: PagedKVCache, following: Tensor) -> None:
         """Add tokens of prompts to the cache; `following` `[T]` are the tokens after them."""
@@ -39,8 +43,7 @@ class Drafter:
 
     def verify(self, packed: PackedSequence, cache: DecodeSteps) -> Tensor:
         """Return the logits after the last token and the drafts of each sequence: `[M (k+1), V]`, this rank's part."""
-        self._states = self._steps.every_state(self._steps(packed, cache=cache))
-        return self._steps.logits(self._states, exact=self._exact)
+        return self._head.logits(self._steps(packed, cache=cache), exact=self._exact)
 
     def draft(
         self,
@@ -62,7 +65,7 @@ class Drafter:
             last: `[M]`, the column of the last token that stays.
             draw: Returns the tokens `[M]` of logits `[M, V]`, for the draft of this number, from 0.
         """
-        model, layers, hidden = self._drafting, self._drafting.mtp, self._states
+        model, layers, hidden = self._drafting, self._drafting.mtp, self._head.states
         assert layers is not None
         (sequences, width), starts = tokens.shape, cache.lengths[: len(tokens)]
         rows = torch.arange(sequences + 1, dtype=torch.int32, device=last.device)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_layers import PackedSequence
+from parallel_layers.head import SamplingMask
 from parallel_layers.inference import DecodeSteps, sample, sample_with_mask
 from parallel_layers.linear import LowRank
 from parallel_models.generation.decoding import CacheOptions, Decoding
@@ -49,6 +50,7 @@ class GenerationSession:
         steps: `[N]`, the steps that have drawn them.
         affinity: Which context-parallel rank has the keys and values of a sequence.
         uniforms: `[N, D]`, the numbers that decide the next tokens.
+        states: `[N, D, H]`, the hidden states that the next tokens are drawn from, where `Decoding.scorer` scores them.
         draws: Tokens and log-probs `[N, D]`, on request bits of sampling masks `[N, D, B]` uint8, which were drawn
             since the last look.
     """
@@ -76,6 +78,10 @@ class GenerationSession:
             depth = STEPS * (options.drafts + 1) + options.drafts
             self.uniforms = torch.zeros(options.sequences, depth, dtype=torch.float32, device=device)
             self.draws = [torch.zeros_like(self.uniforms, dtype=torch.int64), torch.zeros_like(self.uniforms)]
+            if (scorer := self.decoding.scorer) is not None:
+                self.states = torch.zeros(
+                    *self.uniforms.shape, scorer.hidden_size, dtype=caches[0].dtype, device=device
+                )
             self._slots = torch.arange(options.sequences + 1, device=device)
         self._sampling: object = None
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph | None] = {}
@@ -103,6 +109,7 @@ class GenerationSession:
 
     def sample_by(self, options: SamplingOptions, vocab_size: int) -> None:
         """Draw tokens of a vocabulary in this way from now on. Graphs that draw in another way are dropped."""
+        self._temperature = options.temperature or 1.0
         how = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         sampling = how, options.keep_sampling_mask, options.stop_ids
         if sampling == self._sampling:
@@ -189,7 +196,10 @@ class GenerationSession:
     def _draws_of(self, first: int, size: int, logits: Tensor) -> tuple[Tensor, ...]:
         """Draw a token for each row of logits."""
         slots = slice(first, first + size)
-        numbers = self.uniforms[slots].gather(1, self.drawn[slots, None] + self._ahead).flatten()
+        columns = self.drawn[slots, None] + self._ahead
+        if (scorer := self.decoding.scorer) is not None:
+            self.states[self._slots[slots, None], columns] = scorer.states.unflatten(0, columns.shape)
+        numbers = self.uniforms[slots].gather(1, columns).flatten()
         tokens, log_probs, *masks = self._sample(logits, numbers)
         # Ranks with padding gather more bits than the vocabulary has tokens.
         return tokens, log_probs, *(bits[:, : rows.shape[-1]] for bits, rows in zip(masks, self.draws[2:], strict=True))
@@ -247,6 +257,23 @@ class GenerationSession:
         drawn += counts
         self.steps[slots] += active
         active.masked_fill_(stops.gather(1, last[:, None])[:, 0], 0)
+
+    def score(self, is_drawn: Tensor) -> None:
+        """Give the tokens `[N, D]` drawn since the last look the log-probs of `Decoding.scorer`; NaN stays.
+
+        Communication in a pipeline: a broadcast from the last stage.
+        """
+        if (scorer := self.decoding.scorer) is None:
+            return
+        tokens, log_probs, *bits = (rows[is_drawn] for rows in self.draws)
+        stages = self.decoding.stages
+        if len(tokens) and (stages is None or stages.rank() == stages.size() - 1):
+            mask = SamplingMask.from_bits(bits[0]) if bits else None
+            scored = scorer.log_probs(self.states[is_drawn], tokens, self._temperature, mask)
+            log_probs = torch.where(log_probs.isnan(), log_probs, scored)
+        if stages is not None:
+            dist.broadcast(log_probs, group=stages, group_src=stages.size() - 1)
+        self.draws[1][is_drawn] = log_probs
 
 
 class Keeper(Protocol):

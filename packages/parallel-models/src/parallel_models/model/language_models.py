@@ -7,7 +7,7 @@ H hidden size, V vocabulary, N sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Unpack
 
@@ -34,7 +34,7 @@ from parallel_layers.distributed import (
 )
 from parallel_layers.head import Distillation, SamplingMask, linear_distillation
 from parallel_layers.inference import PagedKVCache, SequenceCache
-from parallel_layers.linear import PLAIN, SCALES
+from parallel_layers.linear import PLAIN, SCALES, InvariantProduct
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
 from parallel_models.model.decoder import Chunk, Decoder, ModelOptions, VisualStates
@@ -256,24 +256,25 @@ class CausalLM(PackedModel):
             temperature = self.model.split(temperature)
         if sampling_mask is not None and self.model.context_group is not None:
             sampling_mask = sampling_mask[self.model.split(torch.arange(len(labels)))]
-        ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
-        head = partial(
-            invariant.linear_log_probs if self.tp_invariant else ordinary,
-            labels_T=self.model.split(labels),
-            group=self.group,
-            temperature=temperature,
-            entropy=entropy,
-            sequence_parallel=sequence_parallel,
-            vocab_size=self.config.vocab_size,
-            logit_scale=self.config.logit_scale,
-            logit_softcap=self.config.logit_softcap,
-            sampling_mask=sampling_mask,
-        )
+        labels = self.model.split(labels)
+        head = self.scoring(labels, temperature, sampling_mask, entropy=entropy, sequence_parallel=sequence_parallel)
         scores = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
         if self.model.context_group is None or scores.entropy is None:
             return LogProbs(self._gather_context(scores.log_probs), scores.entropy)
         gathered = self._gather_context(torch.stack((scores.log_probs, scores.entropy), dim=1))
         return LogProbs(gathered[:, 0].contiguous(), gathered[:, 1].contiguous())
+
+    def scoring(
+        self, labels_T: Tensor, temperature: float | Tensor, sampling_mask: SamplingMask | None, **options: bool
+    ) -> Callable[[Tensor, Tensor], LogProbs]:
+        """Return the function of hidden states and the head's weight that computes the log-probs of labels."""
+        ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
+        return partial(
+            invariant.linear_log_probs if self.tp_invariant else ordinary,
+            labels_T=labels_T, group=self.group, temperature=temperature, vocab_size=self.config.vocab_size,
+            logit_scale=self.config.logit_scale, logit_softcap=self.config.logit_softcap,
+            sampling_mask=sampling_mask, **options,
+        )  # fmt: skip
 
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
         result = self._log_probs(inputs)
@@ -350,7 +351,10 @@ class CausalLM(PackedModel):
         With `exact` the operands of the head's GEMM are fp32 copies.
         """
         weight = self.head_weight
-        logits = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
+        if self.tp_invariant:
+            logits = InvariantProduct()(hidden, weight, None, torch.float32)
+        else:
+            logits = hidden.float() @ weight.float().T if exact else PLAIN(hidden, weight, None, torch.float32)
         softcap = self.config.logit_softcap
         logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
         logits = logits if softcap is None else softcap * (logits / softcap).tanh()

@@ -15,6 +15,7 @@ from parallel_layers.inference import SequenceCache, decoding_attributes, float8
 from parallel_layers.module import view_of
 from parallel_layers.moe import gathered_attributes
 from parallel_models.engine.vision import Vision, Visual
+from parallel_models.generation.scorer import Scorer
 from parallel_models.model.decoder import Decoder
 from parallel_models.model.language_models import CausalLM
 from parallel_models.training.pipeline import Pipeline
@@ -26,6 +27,7 @@ class DecodingForward:
 
     Args:
         prompts, steps: The views of the model that compute prompts and steps.
+        head: The head of `steps`.
         stages: The chunks of this rank.
         pipeline: All stages; None: this rank has the only one.
         vision: The vision of the model.
@@ -36,6 +38,7 @@ class DecodingForward:
         self,
         prompts: CausalLM,
         steps: CausalLM,
+        head: Scorer,
         stages: Sequence[Stage],
         pipeline: Pipeline | None,
         vision: Vision | None,
@@ -43,7 +46,7 @@ class DecodingForward:
         exact: bool,
     ) -> None:
         self._prompts, self._steps, self._stages, self._pipeline = prompts, steps, stages, pipeline
-        self._vision, self._exact = vision, exact
+        self._vision, self._exact, self._head = vision, exact, head
 
     def __call__(
         self, packed: PackedSequence, caches: Sequence[SequenceCache], *, logits: bool, visual: Visual = ()
@@ -69,7 +72,7 @@ class DecodingForward:
         model, chunk = self._steps, self._stages[number].chunk
         packed = packed if self._vision is None else self._vision.positioned(packed, ())
         states: Tensor = model(packed, hidden, chunk=chunk, cache=caches[0])
-        return model.logits(model.every_state(states), exact=self._exact) if chunk.last else states
+        return self._head.logits(states, exact=self._exact) if chunk.last else states
 
     def new_states(self, number: int, num_tokens: int, behind: bool) -> Tensor:
         """Return an empty tensor for the hidden states of a step in front of this rank's chunk, or behind it."""

@@ -32,6 +32,7 @@ from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.drafter import Drafter
 from parallel_models.generation.experts import gathers_experts
 from parallel_models.generation.options import require_drafts
+from parallel_models.generation.scorer import Scorer
 from parallel_models.generation.stage_ring import StageRing
 from parallel_models.model.language_models import CausalLM, PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
@@ -282,6 +283,12 @@ class ParallelEngine(Engine):
         model, grid = self.model, self.grid
         assert isinstance(model, CausalLM)
         self.require_drafts(options.drafts)
+        exact = options.exact or self.options.tp_invariant
+        for name in ("float8", "float8_cache"):
+            if self.options.tp_invariant and getattr(options, name):
+                raise ValueError(
+                    f"{name}=True excludes tp_invariant=True: rounding in FP8 is not training's; leave one out"
+                )
         with ExitStack() as stack:
             for stage in self.stages:
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
@@ -289,24 +296,26 @@ class ParallelEngine(Engine):
             gathers = gathers_experts(model, grid, options, new_cache)
             held = with_all_experts(model) if gathers else model
             prompts = steps = without_hooks(held)
-            if not options.exact:
+            if not exact:
                 steps = for_steps(held, float8=options.float8)
                 if model.dtype.itemsize < torch.float32.itemsize:
                     # Half the bytes of a sum over tp, as in the steps.
                     prompts = with_execution(prompts, reduce_dtype=model.dtype)
-            forward = DecodingForward(prompts, steps, self.stages, self.pipeline, self.vision, exact=options.exact)
+            head = Scorer(steps)
+            forward = DecodingForward(prompts, steps, head, self.stages, self.pipeline, self.vision, exact=exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
-            capturable = grid.device.type == "cuda" and not waits and not options.exact
+            capturable = grid.device.type == "cuda" and not waits and not exact
             drafter = None
             if options.drafts:
-                drafting = for_steps(held, float8=False) if options.exact else steps
-                drafter = Drafter(prompts, steps, drafting, options.drafts, exact=options.exact)
+                drafting = for_steps(held, float8=False) if exact else steps
+                drafter = Drafter(prompts, steps, head, drafting, options.drafts, exact=exact)
             ring, stages = None, grid.group("pp")
             if stages is not None:
                 ring = StageRing(stages, len(self.stages), forward.step_chunk, forward.new_states)
             yield Decoding(
-                options.build([new_cache], grid), forward, options.exact, capturable, grid.group("tp"), stages, ring,
+                options.build([new_cache], grid), forward, exact, capturable, grid.group("tp"), stages, ring,
                 lasting=True, independent=gathers, drafter=drafter, recurrent=model.config.has_linear_attention,
+                scorer=head if head.is_invariant else None,
             )  # fmt: skip
 
     def require_drafts(self, drafts: int) -> None:
