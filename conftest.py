@@ -91,3 +91,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks(request: pytest.FixtureRequest) -> None:
+    """Fork the server of all ranks before the first test, with all that was imported; its own imports take 8 s."""
+    if any("ranks" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        import torch
+
+        from parallel_layers.testing import fork_server
+
+        # Where torch has CUDA, imports may have touched a device, which does not work after a fork.
+        if sys.platform == "linux" and not torch.backends.cuda.is_built():
+            fork_server()

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_layers.testing import RankDied, RankPool, RankTimeout, run_ranks, shared_pool
-from parallel_layers.testing.pool import _server
+from parallel_layers.testing import RankDied, RankPool, RankTimeout, fork_server, run_ranks, shared_pool
+from parallel_layers.testing.pool import _server, _servers
 
 
 @dataclass
@@ -233,12 +233,13 @@ def test_a_file_that_cannot_be_imported_by_its_name(
 
 SCRIPT = """
 import os
-from parallel_layers.testing import RankPool
+from parallel_layers.testing import RankPool, fork_server
 
 def pid(group):
     return os.getpid()
 
 if __name__ == "__main__":
+    {start}
     pool = RankPool(2)
     print(*pool.run(pid), flush=True)
     {end}
@@ -246,11 +247,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", ["pass", "fork_server()"])
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"])
-def test_no_rank_outlives_the_process_that_started_it(tmp_path: os.PathLike[str], end: str) -> None:
+def test_no_rank_outlives_the_process_that_started_it(tmp_path: os.PathLike[str], start: str, end: str) -> None:
     script = os.path.join(tmp_path, "script.py")
     with open(script, "w") as file:
-        file.write(SCRIPT.format(end=end))
+        file.write(SCRIPT.format(start=start, end=end))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
@@ -322,6 +324,23 @@ def test_the_ranks_are_forked_from_one_process_that_has_the_callers_imports() ->
     if os.path.isdir("/proc"):
         threads = [path.read_text().strip() for path in Path(f"/proc/{server}/task").glob("*/comm")]
         assert len(threads) == 1, f"a process with several threads does not fork safely: {threads}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has used torch")
+def test_a_forked_server_has_what_the_caller_has_in_memory_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(_servers, "gloo", raising=False)
+    monkeypatch.setitem(sys.modules, "made_up", ModuleType("made_up"))
+    fork_server()
+    server = _server("gloo")
+    fork_server()
+    assert _server("gloo") is server
+    with RankPool(2) as pool:
+        assert pool.run(loaded, "made_up") == [True, True]
+        processes = pool.run(process_id)
+        assert server.process.poll() is None
+        server._connection.close()
+        assert wait_until_gone([server.process.pid, *processes])
+        assert server.process.wait() == server.process.poll() == 0
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
@@ -44,6 +45,26 @@ class RankDied(RuntimeError):
     """A rank's process ended (a crash, an `os._exit`, the kernel's memory killer) instead of answering."""
 
 
+@dataclass
+class _ForkedProcess:
+    """A child of this process with the methods of `subprocess.Popen` that the server needs."""
+
+    pid: int
+    _ended: bool = False
+
+    def poll(self) -> int | None:
+        """Return 0 if the process has ended."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Wait until the process has ended."""
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        self._ended = self._ended or os.waitpid(self.pid, options)[0] == self.pid
+        return 0 if self._ended else None
+
+
 class _Server:
     """The caller's side of `worker.serve`.
 
@@ -51,19 +72,34 @@ class _Server:
     all ranks when its caller is gone, ranks that hang included.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *, fork: bool = False) -> None:
         self._connection, child_end = Pipe()
+        start = self._fork if fork else partial(self._spawn, backend)
+        self.process: subprocess.Popen[bytes] | _ForkedProcess = start(child_end)
+        child_end.close()
+        self._asking = threading.Lock()
+        atexit.register(self.close)
+
+    def _spawn(self, backend: str, child_end: Connection[Any, Any]) -> subprocess.Popen[bytes]:
         serve = f"from parallel_layers.testing import worker; worker.serve({child_end.fileno()})"
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {serve}"],
             pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env=_environment(backend),
         )
-        child_end.close()
-        self._asking = threading.Lock()
-        atexit.register(self.close)
+
+    def _fork(self, child_end: Connection[Any, Any]) -> _ForkedProcess:
+        if process := os.fork():
+            return _ForkedProcess(process)
+        try:
+            self._connection.close()  # else the server would never see the caller's end
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            worker.serve(child_end.fileno())
+        finally:
+            os._exit(0)  # without what the caller does when it exits
 
     def close(self) -> None:
         """End the process, and with it all ranks."""
@@ -99,6 +135,16 @@ def _server(backend: str) -> _Server:
     if backend not in _servers or _servers[backend].process.poll() is not None:
         _servers[backend] = _Server(backend)
     return _servers[backend]
+
+
+def fork_server() -> None:
+    """Fork the process that forks gloo ranks from this process, so that it need not import anything again.
+
+    Without this call, a new Python process imports what the ranks need, which takes seconds. Call it early: once this
+    process has computed gradients, started threads or touched CUDA, torch does not work on ranks forked from it.
+    """
+    if "gloo" not in _servers:
+        _servers["gloo"] = _Server("gloo", fork=True)
 
 
 def _environment(backend: str) -> dict[str, str]:
