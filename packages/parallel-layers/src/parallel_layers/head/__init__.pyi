@@ -8,4 +8,8 @@ from parallel_layers.head.teachers import (
     TeacherSamples as TeacherSamples,
     TeacherTopK as TeacherTopK,
 )
+from parallel_layers.head.token_statistics import (
+    TokenStatistics as TokenStatistics,
+    linear_token_statistics as linear_token_statistics,
+)
 from parallel_layers.head.vocabulary import check_token_ids as check_token_ids, vocab_range as vocab_range

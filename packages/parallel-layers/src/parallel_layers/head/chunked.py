@@ -156,6 +156,36 @@ def runs(length: int, step: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
+class LogitTile(NamedTuple):
+    """The logits `[t, v]` of some tokens and entries, and the GEMM's rows of the head, `[v, H]`."""
+
+    tokens: slice
+    entries: slice
+    logits: Tensor
+    derivative: Tensor | float
+    """Of the logits by the raw dot products."""
+    hidden: Tensor
+    weight: Tensor
+
+
+def logit_tiles(
+    hidden_TH: Tensor, weight_VH: Tensor, transform: LogitTransform, mask: SamplingMask | None
+) -> Iterator[LogitTile]:
+    """Yield the tiles of a head's logits, entries in the outer loop; -inf where the sampling mask keeps no entry."""
+    dtype = operand_dtype(hidden_TH)
+    num_tokens, num_entries = len(hidden_TH), len(weight_VH)
+    tokens_a_tile, entries_a_tile = tile_shape(
+        num_tokens, num_entries, hidden_TH.shape[1], device_type(hidden_TH.device)
+    )
+    states = hidden_TH.to(dtype)
+    for entries in runs(num_entries, entries_a_tile):
+        weight = weight_VH[entries].to(dtype)
+        for tokens in runs(num_tokens, tokens_a_tile):
+            hidden = states[tokens]
+            logits, derivative = transform.apply_(_product(hidden, weight.T), tokens)
+            yield LogitTile(tokens, entries, drop_(logits, mask, tokens, entries), derivative, hidden, weight)
+
+
 def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, device_type: str) -> tuple[int, int]:
     """Return `(tokens, vocabulary entries)` of a tile: logits and weight within the limit of the device."""
     limit = TILE_ELEMENTS.get(device_type, TILE_ELEMENTS["cuda"])
@@ -163,12 +193,7 @@ def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, device_type:
     return max(1, min(num_tokens, limit // entries)), entries
 
 
-def _tile_of(hidden_TH: Tensor, weight_VH: Tensor) -> tuple[int, int]:
-    num_tokens, hidden_size = hidden_TH.shape
-    return tile_shape(num_tokens, len(weight_VH), hidden_size, device_type(hidden_TH.device))
-
-
-def _operand_dtype(x: Tensor) -> torch.dtype:
+def operand_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of GEMM operands: bf16 where a GEMM can return fp32, else at least fp32.
 
     fp16 is widened on every device, because gradients of logits underflow in fp16.
@@ -208,21 +233,24 @@ def head_statistics(
 
     `labels_T` and the mask's ids count from this rank's first entry.
     """
-    dtype = _operand_dtype(hidden_TH)
-    tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
-    hidden = hidden_TH.to(dtype)
-    merged: Tensor | None = None
-    for entries in runs(len(weight_VH), entries_a_tile):
-        weight = weight_VH[entries].to(dtype)
-        statistics = []
-        for tokens in runs(len(hidden), tokens_a_tile):
-            logits, _ = transform.apply_(_product(hidden[tokens], weight.T), tokens)
-            logits = drop_(logits, mask, tokens, entries)
-            statistics.append(tile_statistics(logits, labels_T[tokens] - entries.start))
-        tile = torch.cat(statistics, dim=1)
-        merged = tile if merged is None else merge_statistics(torch.stack((merged, tile)))
-    assert merged is not None
-    return merged
+    statistics = empty_statistics(hidden_TH)
+    for tile in logit_tiles(hidden_TH, weight_VH, transform, mask):
+        merge_tile_(statistics, tile, labels_T)
+    return statistics
+
+
+def empty_statistics(hidden_TH: Tensor) -> Tensor:
+    """Return the statistics `[4, T]` of an empty set of entries."""
+    statistics = hidden_TH.new_zeros(4, len(hidden_TH), dtype=wide(hidden_TH.dtype))
+    statistics[0] = -math.inf
+    return statistics
+
+
+def merge_tile_(statistics_4T: Tensor, tile: LogitTile, labels_T: Tensor) -> None:
+    """Merge the statistics of a tile into those of the entries before."""
+    tokens, entries, logits, *_ = tile
+    of_tile = tile_statistics(logits, labels_T[tokens] - entries.start)
+    statistics_4T[:, tokens] = merge_statistics(torch.stack((statistics_4T[:, tokens], of_tile)))
 
 
 def head_gradients(
@@ -243,23 +271,22 @@ def head_gradients(
     With `add_to_weight` the weight's gradient is added, too. A gradient that is None is not computed. `hidden_done` is
     called once `grad_hidden_TH` is complete, so that its communication can overlap with the rest.
     """
-    dtype = _operand_dtype(hidden_TH)
-    tokens_a_tile, entries_a_tile = _tile_of(hidden_TH, weight_VH)
-    hidden = hidden_TH.to(dtype)
-    for entries in runs(len(weight_VH), entries_a_tile):
-        weight = weight_VH[entries].to(dtype)
-        grad_weight = None if grad_weight_VH is None else torch.zeros_like(weight, dtype=wide(dtype))
-        for tokens in runs(len(hidden), tokens_a_tile):
-            logits, derivative = transform.apply_(_product(hidden[tokens], weight.T), tokens)
-            labels, logits = labels_T[tokens] - entries.start, drop_(logits, mask, tokens, entries)
-            gradient = logit_gradient(logits, labels, upstream, tokens).mul_(derivative).to(dtype)
-            if grad_hidden_TH is not None:
-                _add_product_(grad_hidden_TH[tokens], gradient, weight)
-            if grad_weight is not None:
-                _add_product_(grad_weight, gradient.T, hidden[tokens])
-        if grad_weight_VH is not None and grad_weight is not None:
-            out = grad_weight_VH[entries]
-            out.add_(grad_weight) if add_to_weight else out.copy_(grad_weight)
+    num_tokens, sums = len(hidden_TH), None
+    for tile in logit_tiles(hidden_TH, weight_VH, transform, mask):
+        tokens, entries, logits, derivative, hidden, weight = tile
+        labels = labels_T[tokens] - entries.start
+        gradient = logit_gradient(logits, labels, upstream, tokens).mul_(derivative).to(weight.dtype)
+        if grad_hidden_TH is not None:
+            _add_product_(grad_hidden_TH[tokens], gradient, weight)
+        if grad_weight_VH is None:
+            continue
+        if sums is None:
+            sums = torch.zeros_like(weight, dtype=wide(weight.dtype))
+        _add_product_(sums, gradient.T, hidden)
+        if tokens.stop >= num_tokens:
+            rows = grad_weight_VH[entries]
+            rows.add_(sums) if add_to_weight else rows.copy_(sums)
+            sums = None
     hidden_done()
 
 
@@ -267,19 +294,20 @@ def given_statistics(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
     """Return the result of `head_statistics` for logits that the caller has."""
     tiles = [
         tile_statistics(logits_TV[tokens].to(wide(logits_TV.dtype)), labels_T[tokens])
-        for tokens in _token_runs(logits_TV)
+        for tokens in token_runs(logits_TV)
     ]
     return torch.cat(tiles, dim=1)
 
 
 def given_gradients(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradients, out_TV: Tensor) -> None:
     """Write the gradient of given logits to `out_TV`."""
-    for tokens in _token_runs(logits_TV):
+    for tokens in token_runs(logits_TV):
         # Copy also if the dtype is the same, because the tile is overwritten.
         tile = logits_TV[tokens].to(wide(logits_TV.dtype), copy=True)
         out_TV[tokens] = logit_gradient(tile, labels_T[tokens], upstream, tokens)
 
 
-def _token_runs(logits_TV: Tensor) -> Iterator[slice]:
-    limit = TILE_ELEMENTS.get(device_type(logits_TV.device), TILE_ELEMENTS["cuda"])
-    return runs(len(logits_TV), max(1, limit // max(logits_TV.shape[1], 1)))
+def token_runs(rows_TN: Tensor) -> Iterator[slice]:
+    """Cut rows into runs of at most as many elements as a tile has."""
+    limit = TILE_ELEMENTS.get(device_type(rows_TN.device), TILE_ELEMENTS["cuda"])
+    return runs(len(rows_TN), max(1, limit // max(rows_TN.shape[1], 1)))

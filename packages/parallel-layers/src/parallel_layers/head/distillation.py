@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.head.arguments import check_head, logit_transform, whole_length
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.divergence import DIVERGENCES, Divergence
 from parallel_layers.head.log_probs import linear_log_probs
@@ -77,11 +78,11 @@ def linear_distillation(
     """
     kind = _divergence(divergence, mixture)
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
-    _check_head("student", hidden_TH, weight_VH)
+    check_head(hidden_TH, weight_VH, "the student's ")
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
     check_rows(len(weight_VH), vocab_size, group, hidden_TH.device)
-    num_tokens = _num_tokens(hidden_TH, group, sequence_parallel)
-    transform = _transform("", temperature, logit_scale, logit_softcap, num_tokens)
+    num_tokens = whole_length(hidden_TH, group, sequence_parallel)
+    transform = logit_transform(temperature, logit_scale, logit_softcap, num_tokens)
     if isinstance(teacher, TeacherHead):
         return _from_head(hidden_TH, weight_VH, teacher, kind, vocab_size, group, sequence_parallel, transform)
     if isinstance(teacher, TeacherTopK):
@@ -114,12 +115,12 @@ def _from_head(
     sequence_parallel: bool,
     transform: LogitTransform,
 ) -> Tensor:
-    num_tokens = _num_tokens(hidden_TH, group, sequence_parallel)
+    num_tokens = whole_length(hidden_TH, group, sequence_parallel)
     hidden, weight = as_operand(teacher.hidden.detach()), as_operand(teacher.weight.detach())
-    _check_head("teacher", hidden, weight)
+    check_head(hidden, weight, "the teacher's ")
     teacher_size = true_vocab_size(len(weight), teacher.vocab_size, teacher.group)
     check_rows(len(weight), teacher_size, teacher.group, weight.device)
-    if (teacher_tokens := _num_tokens(hidden, teacher.group, teacher.sequence_parallel)) != num_tokens:
+    if (teacher_tokens := whole_length(hidden, teacher.group, teacher.sequence_parallel)) != num_tokens:
         raise ValueError(f"the student has {num_tokens} tokens and the teacher {teacher_tokens}; pass the same tokens")
     options = HeadOptions(
         divergence,
@@ -129,8 +130,8 @@ def _from_head(
         teacher.group,
         teacher.sequence_parallel,
         _student_ids(teacher, vocab_size, teacher_size),
-        _transform(
-            "the teacher's ", teacher.temperature, teacher.logit_scale, teacher.logit_softcap, num_tokens
+        logit_transform(
+            teacher.temperature, teacher.logit_scale, teacher.logit_softcap, num_tokens, "the teacher's "
         ),
         transform,
     )  # fmt: skip
@@ -147,35 +148,6 @@ def _divergence(name: str, mixture: float | None) -> Divergence:
     if mixture is not None and not 0.0 < mixture < 1.0:
         raise ValueError(f"mixture={mixture} must be between 0 and 1; use forward_kl or reverse_kl for the limits")
     return DIVERGENCES[name](0.5 if mixture is None else mixture)
-
-
-def _num_tokens(hidden_TH: Tensor, group: ProcessGroup | None, sequence_parallel: bool) -> int:
-    return len(hidden_TH) * (group.size() if sequence_parallel and group is not None else 1)
-
-
-def _check_head(name: str, hidden: Tensor, weight: Tensor) -> None:
-    fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
-    if not fits or hidden.dtype != weight.dtype or not hidden.is_floating_point():
-        raise ValueError(
-            f"the {name}'s hidden states ({hidden.dtype} {list(hidden.shape)}) and head ({weight.dtype} "
-            f"{list(weight.shape)}) must be [T, H] and [V, H] of one floating dtype"
-        )
-
-
-def _transform(
-    owner: str, temperature: float | Tensor, logit_scale: float, logit_softcap: float | None, num_tokens: int
-) -> LogitTransform:
-    numbers = {"logit_scale": logit_scale, "logit_softcap": logit_softcap}
-    if isinstance(temperature, Tensor):
-        if temperature.shape not in ((), (num_tokens,)):
-            raise ValueError(f"{owner}temperature must be [{num_tokens}], one a token; got {list(temperature.shape)}")
-        temperature = temperature.detach().expand(num_tokens)
-    else:
-        numbers["temperature"] = temperature
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise ValueError(f"{owner}{name}={number} must be positive")
-    return LogitTransform(float(logit_scale), float(logit_softcap or 0.0), temperature)
 
 
 def _check_listed(teacher: TeacherTopK, num_tokens: int, vocab_size: int) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.head.arguments import check_head, check_labels, logit_transform
 from parallel_layers.head.invariant import check_invariant
 from parallel_layers.head.operators import log_probs_op
 from parallel_layers.head.sampling_mask import SamplingMask
-from parallel_layers.head.vocabulary import IGNORE_INDEX, group_name, true_vocab_size
+from parallel_layers.head.vocabulary import group_name, true_vocab_size
 from parallel_layers.module.autocast import as_operand
 
 
@@ -96,48 +97,21 @@ def linear_log_probs(
             `ceil(vocab_size / tp)` rows each, or the dtype is fp64.
     """
     hidden_TH, weight_VH = as_operand(hidden_TH), as_operand(weight_VH)
-    size = 1 if group is None else group.size()
     vocab_size = true_vocab_size(len(weight_VH), vocab_size, group)
-    if hidden_TH.ndim != 2 or weight_VH.ndim != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
-        raise ValueError(
-            f"hidden states {list(hidden_TH.shape)} and head {list(weight_VH.shape)} must be [T, H] and [V, H]; "
-            "flatten batch and sequence first"
-        )
-    if hidden_TH.dtype != weight_VH.dtype or not hidden_TH.is_floating_point():
-        raise ValueError(
-            f"hidden states ({hidden_TH.dtype}) and head ({weight_VH.dtype}) must share a floating dtype; "
-            "cast one of them, or run the model under torch.autocast"
-        )
-    num_tokens = len(hidden_TH) * (size if sequence_parallel else 1)
-    if labels_T.shape != (num_tokens,) or labels_T.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"labels must be int64 [{num_tokens}], one for each token of the whole sequence "
-            f"(hidden states {list(hidden_TH.shape)}, sequence_parallel={sequence_parallel}, group of {size}), "
-            f"got {labels_T.dtype} {list(labels_T.shape)}"
-        )
-    temperatures_T: Tensor | None = None
-    if isinstance(temperature, Tensor):
-        if temperature.shape not in ((), (num_tokens,)):
-            raise ValueError(f"a temperature tensor must be [{num_tokens}], one a token; got {list(temperature.shape)}")
-        # Expand a one-element tensor: reading it on the host would wait for the device.
-        temperatures_T, temperature = temperature.detach().expand(num_tokens), 1.0
-    numbers = {"temperature": temperature, "logit_scale": logit_scale, "logit_softcap": logit_softcap}
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise ValueError(f"{name}={number} must be positive")
-    mask: list[Tensor] = []
-    if sampling_mask is not None:
-        is_empty = sampling_mask.check(labels_T, vocab_size)
-        labels_T, mask = labels_T.masked_fill(is_empty, IGNORE_INDEX), [sampling_mask.ids, sampling_mask.offsets]
+    check_head(hidden_TH, weight_VH)
+    labels_T = check_labels(hidden_TH, labels_T, sampling_mask, vocab_size, group, sequence_parallel)
+    transform = logit_transform(temperature, logit_scale, logit_softcap, len(labels_T))
+    temperatures_T = transform.temperature if isinstance(transform.temperature, Tensor) else None
+    numbers = list(transform if temperatures_T is None else transform._replace(temperature=1.0))
+    mask = [] if sampling_mask is None else [sampling_mask.ids, sampling_mask.offsets]
     if blocks:
         check_invariant(weight_VH, vocab_size, blocks, group)
     trains = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
-    transform = [float(logit_scale), float(logit_softcap or 0.0), float(temperature)]
     if keep_probabilities == "auto":
-        keep_probabilities = trains and has_room(num_tokens, weight_VH)
+        keep_probabilities = trains and has_room(len(labels_T), weight_VH)
     keep = keep_probabilities and not blocks and trains
     log_probs, entropy_T, *_ = log_probs_op(
-        hidden_TH, weight_VH, labels_T, temperatures_T, mask, transform, vocab_size, sequence_parallel,
+        hidden_TH, weight_VH, labels_T, temperatures_T, mask, numbers, vocab_size, sequence_parallel,
         group_name(group), keep, blocks,
     )  # fmt: skip
     return LogProbs(log_probs, entropy_T if entropy else None)

@@ -17,7 +17,7 @@ from parallel_layers.distributed import async_collectives
 from parallel_layers.head.chunked import (
     TILE_ELEMENTS,
     LogitTransform,
-    _operand_dtype,
+    operand_dtype,
     runs,
 )
 from parallel_layers.head.vocabulary import gather_rows
@@ -68,7 +68,7 @@ def tiles_of(sides: Sequence[Side], *, rows_of_rank: int | None = None) -> Itera
     student = sides[-1]
     (num_tokens, _), num_entries, dtype = student.hidden_TH.shape, len(student.weight_VH), wide(student.hidden_TH.dtype)
     tokens_a_tile, entries_a_tile = _tile_shape(sides, rows_of_rank)
-    dtypes = [_operand_dtype(side.hidden_TH) for side in sides]
+    dtypes = [operand_dtype(side.hidden_TH) for side in sides]
     states = [side.hidden_TH.to(operand) for side, operand in zip(sides, dtypes, strict=True)]
     buffers = [states[-1].new_empty(tokens_a_tile * entries_a_tile, dtype=dtype) for _ in sides]
     for entries in runs(num_entries, entries_a_tile):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.head import divergence as tiles
-from parallel_layers.head.chunked import LogitTransform, _operand_dtype
+from parallel_layers.head.chunked import LogitTransform, operand_dtype
 from parallel_layers.head.divergence import Constants, Divergence
 from parallel_layers.head.sides import Gradients, HeadGradients, Pair, Side, whole_tokens
 from parallel_layers.head.teacher_rows import is_local, paired_rows
@@ -102,7 +102,7 @@ class _Pairs:
         hidden_TH, self.weight, teacher_TH, self.teacher_weight = tensors
         self.options = options
         heads = (self.weight, options.group, self.teacher_weight, options.teacher_group)
-        in_place = all(x.dtype == _operand_dtype(x) for x in (self.weight, self.teacher_weight))
+        in_place = all(x.dtype == operand_dtype(x) for x in (self.weight, self.teacher_weight))
         # Whole rows are for heads that the GEMMs take as they are, without a copy of all rows.
         self.take_whole_rows = in_place and options.student_ids is None and is_local(*heads)
         self.hidden = whole_tokens(hidden_TH, options.group, options.sequence_parallel)

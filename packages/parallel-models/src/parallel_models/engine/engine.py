@@ -67,6 +67,9 @@ class MicroBatch:
         shared: Engines put these sequences here with each prompt once; `packed` is then this pack, padded.
         distillation: The model returns the divergence of the token after each of `packed` as its last output.
         returns_states: The model returns the final hidden states `[T, H]` as its only output.
+        top_n: The model returns the statistics of the token after each of `packed` as its only output, `[T, 3 + 2 N]`:
+            the columns of `parallel_layers.head.TokenStatistics` with the N most likely tokens. None: the role's
+            outputs.
         inputs: Anything that the loss reads; engines pass it on.
     """
 
@@ -79,6 +82,7 @@ class MicroBatch:
     shared: SharedPrefixes | None = None
     distillation: Distillation | None = None
     returns_states: bool = False
+    top_n: int | None = None
     inputs: Any = None
 
 
@@ -136,6 +140,7 @@ class Engine(ABC):
         shares_prefixes: Whether the engine computes `MicroBatch.prompts` once.
         takes_sampling_mask: Whether the engine accepts `MicroBatch.sampling_mask`.
         distils: Whether the engine accepts `MicroBatch.distillation` and `returns_states`.
+        lists_tokens: Whether the engine accepts `MicroBatch.top_n`.
         num_labels: The number of labels of the value head, with an output each.
         further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
             of the tokens 2, 3, ... places after each token.
@@ -162,6 +167,7 @@ class Engine(ABC):
     shares_prefixes: bool = False
     takes_sampling_mask: bool = True
     distils: bool = False
+    lists_tokens: bool = False
     num_labels: int = 1
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0

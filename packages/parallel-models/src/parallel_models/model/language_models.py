@@ -6,14 +6,12 @@ H hidden size, V vocabulary, N sequences.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ckpt.layout import classifies_sequences
 from parallel_layers import (
@@ -26,168 +24,18 @@ from parallel_layers import (
     linear_log_probs,
     next_token_labels,
 )
-from parallel_layers.attention import gather_sequence, repeated_rows
-from parallel_layers.data import SharedPrefixes
-from parallel_layers.distributed import (
-    gather_from_sequence_parallel,
-    gather_from_tensor_parallel,
-)
-from parallel_layers.head import Distillation, SamplingMask, linear_distillation
+from parallel_layers.attention import repeated_rows
+from parallel_layers.distributed import gather_from_sequence_parallel, gather_from_tensor_parallel
+from parallel_layers.head import Distillation, SamplingMask, linear_distillation, linear_token_statistics
 from parallel_layers.inference import PagedKVCache, SequenceCache
-from parallel_layers.linear import PLAIN, SCALES, InvariantProduct
+from parallel_layers.linear import PLAIN, InvariantProduct
 from parallel_layers.moe import RoutingContext
 from parallel_layers.rotary import require_length
-from parallel_models.model.decoder import Chunk, Decoder, ModelOptions, VisualStates
+from parallel_models.model.decoder import ModelOptions
 from parallel_models.model.multi_token_prediction import Predictions, following
+from parallel_models.model.packed_model import HeadInputs, PackedModel
 
-
-class HeadInputs(NamedTuple):
-    """Hidden states `[T', H]`, labels `[T]`, and the options of a score; `rows` `[R]` limits it to these rows."""
-
-    states: Tensor
-    labels: Tensor
-    temperature: float | Tensor = 1.0
-    sampling_mask: SamplingMask | None = None
-    rows: Tensor | None = None
-    distillation: Distillation | None = None
-
-
-class PackedModel(nn.Module):
-    """A decoder, to which each kind of model adds its head.
-
-    The config is `ModelConfig.from_hf(...)`; for the options see `ModelOptions`. `state_dict()` has the names of
-    `ckpt.layout_for(config, target="parallel")`, for this rank's chunks of a pipeline.
-    `Actor.from_pretrained` loads the parameters.
-    """
-
-    def __init__(self, config: ModelConfig, **options: Unpack[ModelOptions]) -> None:
-        super().__init__()
-        self.config, self.group = config, options.get("group")
-        self.sequence_parallel = options.get("sequence_parallel", False) and self.group is not None
-        options["sequence_parallel"] = self.sequence_parallel
-        self.tp_invariant = options.get("tp_invariant", False)
-        self.keep_probabilities = options.get("keep_probabilities", False)
-        self.model = Decoder(config, **options)
-        self.chunks: Sequence[Chunk] = self.model.chunks
-        self.mtp: Predictions | None = None
-        self._tp, self._cp = (1 if group is None else group.size() for group in (self.group, self.model.context_group))
-        # Without expert tensor parallelism the ranks of a group divide their tokens before these go to the experts.
-        per_rank = self._tp if self.sequence_parallel or not options.get("expert_tensor_parallel", True) else 1
-        zigzag = 2 * self._cp if self._cp > 1 and self.model.context_layout == "zigzag" else 1
-        self.tokens_multiple_of = math.lcm(self._cp * per_rank, zigzag)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the hidden states."""
-        float8 = torch.float8_e4m3fn  # of a frozen weight, beside fp32 scales
-        dtypes = (p.dtype for name, p in self.named_parameters() if p.dtype != float8 and not name.endswith(SCALES))
-        return next(dtypes)
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """The dtype of every output: fp64 in a model in fp64, else fp32."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def boundary_shape(self, num_tokens: int, layer: int, *, cached: bool = False) -> tuple[int, int]:
-        """Return the shape of the tensor in front of a chunk's first layer, or behind its last layer, for T tokens.
-
-        With a cache every cp rank works on all tokens.
-        """
-        divisions = (1 if cached else self._cp) * (self._tp if self.sequence_parallel else 1)
-        return num_tokens // divisions, self.model.boundaries[layer].columns
-
-    def forward(
-        self,
-        packed: PackedSequence,
-        hidden: Tensor | None = None,
-        *,
-        chunk: Chunk | None = None,
-        cache: SequenceCache | None = None,
-        routing: RoutingContext | None = None,
-        visual: VisualStates | None = None,
-        following: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the hidden states `[T', H]` of this rank's tokens, or a chunk's result; see `Decoder.forward`.
-
-        A cache gets the tokens. With `following` `[T]`, the token after each, it gets the keys and values of the
-        multi-token-prediction layers, too (`new_cache(drafts=True)`).
-        """
-        if packed.num_tokens % self.tokens_multiple_of:
-            raise ValueError(
-                f"{packed.num_tokens} tokens are no multiple of {self.tokens_multiple_of}, which sequence (tp) and "
-                f"context parallelism (cp) need; pack with multiple_of={self.tokens_multiple_of}"
-            )
-        result: Tensor = self.model(packed, hidden, chunk=chunk, cache=cache, routing=routing, visual=visual)
-        if cache is not None and (chunk or self.chunks[0]) is self.chunks[-1]:
-            if following is not None:
-                assert self.mtp is not None
-                self.mtp.states(self.model, result, packed, following, cache)
-            cache.advance(packed.cu_seqlens)
-        return result
-
-    def outputs(
-        self,
-        packed: PackedSequence,
-        hidden: Tensor | None = None,
-        *,
-        chunk: Chunk | None = None,
-        temperature: float | Tensor = 1.0,
-        sampling_mask: SamplingMask | None = None,
-        routing: RoutingContext | None = None,
-        further: bool = False,
-        visual: VisualStates | None = None,
-        shared: SharedPrefixes | None = None,
-        distillation: Distillation | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Return the outputs of every head after each token, `[T]` each, from one pass through the decoder.
-
-        A language model returns the log-probs of the next tokens and their entropies, a value model the values. Their
-        dtype is `output_dtype`.
-
-        Args:
-            packed, hidden, chunk, routing, visual: See `Decoder.forward`; in a pipeline for the last chunk.
-            temperature: Divide the logits by this number or `[T]`.
-            sampling_mask: See `MicroBatch`.
-            further: Return also the log-probs of the tokens 2, 3, ... places on, of the multi-token-prediction layers
-                at temperature 1; 0 where the sequence has no such token.
-            shared: The prompts and responses in `packed`, which may be padded. The first R outputs, and rows of
-                `sampling_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature`
-                is one number.
-            distillation: See `MicroBatch`; without `shared`.
-
-        Raises:
-            ValueError: An id is outside the vocabulary; on every rank alike.
-        """
-        states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
-        if shared is None:
-            inputs = HeadInputs(states, next_token_labels(packed), temperature, sampling_mask, None, distillation)
-        else:
-            padding = packed.num_tokens - len(shared.rows)
-            rows = F.pad(shared.rows, (0, padding)).to(states.device)
-            labels = F.pad(shared.labels, (0, padding), value=-100)
-            inputs = HeadInputs(states, labels, temperature, sampling_mask, rows)
-        outputs = self._outputs(inputs)
-        return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
-
-    def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
-        return []
-
-    def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
-        """Return the outputs of every head."""
-        return ()
-
-    def whole_states(self, states: Tensor) -> Tensor:
-        """Return the hidden states `[T, H]` of all tokens on every rank, without a gradient, from this rank's."""
-        if self.sequence_parallel:
-            states = gather_from_sequence_parallel(states, self.group)
-        return self._gather_context(states)
-
-    def _gather_context(self, per_token: Tensor) -> Tensor:
-        """Gather the numbers of all tokens; every rank uses all, so the backward takes this rank's gradients."""
-        if self.model.context_group is None:
-            return per_token
-        # A copy: FSDP2 warns of views, whose in-place changes its hooks do not see.
-        return gather_sequence(per_token, self.model.context_group, layout=self.model.context_layout).clone()
+R = TypeVar("R")
 
 
 class CausalLM(PackedModel):
@@ -245,7 +93,15 @@ class CausalLM(PackedModel):
         return self._log_probs(HeadInputs(self(packed, routing=routing), labels, temperature), entropy)
 
     def _log_probs(self, inputs: HeadInputs, entropy: bool = True) -> LogProbs:
-        states, labels, temperature, sampling_mask, rows, _ = inputs
+        scores = self._run_head(partial(self._log_probs_head, entropy=entropy), inputs)
+        if self.model.context_group is None or scores.entropy is None:
+            return LogProbs(self._gather_context(scores.log_probs), scores.entropy)
+        gathered = self._gather_context(torch.stack((scores.log_probs, scores.entropy), dim=1))
+        return LogProbs(gathered[:, 0].contiguous(), gathered[:, 1].contiguous())
+
+    def _run_head(self, head: Callable[..., R], inputs: HeadInputs) -> R:
+        """Return the result for this rank's tokens of `linear_log_probs`, or of a function with its arguments."""
+        states, labels, temperature, sampling_mask, rows, *_ = inputs
         sequence_parallel = self.sequence_parallel
         if rows is not None:
             if sequence_parallel:
@@ -257,26 +113,42 @@ class CausalLM(PackedModel):
         if sampling_mask is not None and self.model.context_group is not None:
             sampling_mask = sampling_mask[self.model.split(torch.arange(len(labels)))]
         labels = self.model.split(labels)
-        head = self.scoring(labels, temperature, sampling_mask, entropy=entropy, sequence_parallel=sequence_parallel)
-        scores = self.lm_head.run(head, states) if hasattr(self, "lm_head") else head(states, self.head_weight)
-        if self.model.context_group is None or scores.entropy is None:
-            return LogProbs(self._gather_context(scores.log_probs), scores.entropy)
-        gathered = self._gather_context(torch.stack((scores.log_probs, scores.entropy), dim=1))
-        return LogProbs(gathered[:, 0].contiguous(), gathered[:, 1].contiguous())
+        function = self._bound(head, labels, temperature, sampling_mask, sequence_parallel=sequence_parallel)
+        return self._with_head(function, states)
+
+    def _with_head(self, function: Callable[[Tensor, Tensor], R], states: Tensor) -> R:
+        return self.lm_head.run(function, states) if hasattr(self, "lm_head") else function(states, self.head_weight)
 
     def scoring(
         self, labels_T: Tensor, temperature: float | Tensor, sampling_mask: SamplingMask | None, **options: bool
     ) -> Callable[[Tensor, Tensor], LogProbs]:
         """Return the function of hidden states and the head's weight that computes the log-probs of labels."""
+        return self._bound(self._log_probs_head, labels_T, temperature, sampling_mask, **options)
+
+    @property
+    def _log_probs_head(self) -> Callable[..., LogProbs]:
         ordinary = partial(linear_log_probs, keep_probabilities=self.keep_probabilities)
+        return invariant.linear_log_probs if self.tp_invariant else ordinary
+
+    def _bound(
+        self,
+        head: Callable[..., R],
+        labels_T: Tensor,
+        temperature: float | Tensor,
+        sampling_mask: SamplingMask | None,
+        **options: bool,
+    ) -> Callable[[Tensor, Tensor], R]:
+        """Return `linear_log_probs`, or a function with its arguments, as one of hidden states and a weight."""
         return partial(
-            invariant.linear_log_probs if self.tp_invariant else ordinary,
-            labels_T=labels_T, group=self.group, temperature=temperature, vocab_size=self.config.vocab_size,
+            head, labels_T=labels_T, group=self.group, temperature=temperature, vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale, logit_softcap=self.config.logit_softcap,
             sampling_mask=sampling_mask, **options,
         )  # fmt: skip
 
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        if inputs.top_n is not None:
+            statistics = self._run_head(partial(linear_token_statistics, top_n=inputs.top_n), inputs)
+            return (self._gather_context(statistics.columns()),)
         result = self._log_probs(inputs)
         assert result.entropy is not None
         outputs = (result.log_probs, result.entropy, *super()._outputs(inputs))
@@ -289,9 +161,7 @@ class CausalLM(PackedModel):
             sequence_parallel=self.sequence_parallel, vocab_size=self.config.vocab_size,
             logit_scale=self.config.logit_scale, logit_softcap=self.config.logit_softcap,
         )  # fmt: skip
-        has_head = hasattr(self, "lm_head")
-        divergence = self.lm_head.run(head, inputs.states) if has_head else head(inputs.states, self.head_weight)
-        return self._gather_context(divergence)
+        return self._gather_context(self._with_head(head, inputs.states))
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:
         assert self.mtp is not None

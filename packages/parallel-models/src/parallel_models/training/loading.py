@@ -28,7 +28,8 @@ from parallel_models.engine.options import EngineOptions, RouterLosses
 from parallel_models.engine.shared_base import load_heads, require_base, share_base_
 from parallel_models.engine.vision import Vision, carry
 from parallel_models.model.decoder import Chunk, ModelOptions
-from parallel_models.model.language_models import CausalLM, CausalLMWithValue, PackedModel, ValueModel
+from parallel_models.model.language_models import CausalLM, CausalLMWithValue, ValueModel
+from parallel_models.model.packed_model import PackedModel
 from parallel_models.training.parallel_engine import ParallelEngine, shared_copies
 
 # (checkpoint, model, grid, the prefix in files of a tower that is one module) -> the model's vision, with its tower on

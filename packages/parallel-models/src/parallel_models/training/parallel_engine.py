@@ -34,7 +34,8 @@ from parallel_models.generation.experts import gathers_experts
 from parallel_models.generation.options import require_drafts
 from parallel_models.generation.scorer import Scorer
 from parallel_models.generation.stage_ring import StageRing
-from parallel_models.model.language_models import CausalLM, PackedModel
+from parallel_models.model.language_models import CausalLM
+from parallel_models.model.packed_model import PackedModel
 from parallel_models.optimizers.interface import OptimizerOptions
 from parallel_models.optimizers.master_weights import ShardOptimizer
 from parallel_models.training.decoding_forward import (
@@ -75,6 +76,7 @@ class ParallelEngine(Engine):
         self._num_outputs = len(OUTPUTS[layout.role]) + layout.num_labels - 1
         self.shares_prefixes = options.share_prefixes
         self.distils = not options.share_prefixes
+        self.lists_tokens = isinstance(model, CausalLM) and not options.tp_invariant
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp
         self.stages = [Stage(model, chunk, vision) for chunk in model.chunks]

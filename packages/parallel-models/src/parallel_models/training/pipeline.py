@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from parallel_layers.module import is_dtensor
 from parallel_models.engine.engine import MicroBatch, Outputs
 from parallel_models.engine.options import PipelineOptions
-from parallel_models.model.language_models import PackedModel
+from parallel_models.model.packed_model import PackedModel
 from parallel_models.training.stage import Stage, Task
 
 # torch's pipelines and its compiler take over a second to import; only models with a pipeline import them.
@@ -113,6 +113,9 @@ class Pipeline:
         num_tokens = micro_batch.packed.num_tokens
         if micro_batch.returns_states:
             return (torch.empty(num_tokens, self.model.config.decoder.hidden_size, dtype=self.dtype, device="meta"),)
+        if micro_batch.top_n:
+            columns = 3 + 2 * micro_batch.top_n
+            return (torch.empty(num_tokens, columns, dtype=self.model.output_dtype, device="meta"),)
         count = self.num_outputs + (micro_batch.distillation is not None) + self.further * learns
         dtype = self.model.output_dtype
         return (torch.empty(num_tokens, dtype=dtype, device="meta", requires_grad=True),) * count

@@ -44,7 +44,7 @@ def whole_outputs(shared: SharedPrefixes, outputs: Outputs, prompts: Sequence[Sh
 
 
 def _of_sequences(shared: SharedPrefixes, scores: Tensor, prompts: Sequence[SharedPrompt]) -> Tensor:
-    pieces, end = iter(shared.split(scores[: len(shared.rows)])), scores.new_zeros(1)
+    pieces, end = iter(shared.split(scores[: len(shared.rows)])), scores.new_zeros(1, *scores.shape[1:])
     scores_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for prompt in prompts:
         prompt_scores = next(pieces)

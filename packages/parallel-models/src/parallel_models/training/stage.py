@@ -15,7 +15,7 @@ from parallel_models.engine.engine import MicroBatch, Outputs
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Vision, Visual
 from parallel_models.model.decoder import Chunk, VisualStates
-from parallel_models.model.language_models import PackedModel
+from parallel_models.model.packed_model import PackedModel
 
 # The result of the chunk before (None in the first chunk) -> the input of the next chunk, or the outputs.
 Task = Callable[[Tensor | None], Any]
@@ -98,6 +98,7 @@ def compute(
         visual=visual,
         shared=micro_batch.shared,
         distillation=micro_batch.distillation,
+        top_n=micro_batch.top_n,
     )
 
 

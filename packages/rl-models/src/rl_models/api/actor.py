@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Unpack
@@ -9,6 +10,7 @@ from typing import ClassVar, NamedTuple, Unpack
 from torch import Tensor
 
 from ckpt import Checkpoint
+from parallel_layers.head import TokenStatistics
 from parallel_models import GenerationKeywords, Role
 from parallel_models.engine import located
 from rl_models.api.worker import Worker
@@ -51,6 +53,42 @@ class Actor(Worker):
         """
         outputs = self.predict(batch, temperature=temperature, adapters=adapters)
         return TokenLogProbs(outputs["log_probs"], outputs["entropy"])
+
+    @dispatched(per_token)
+    def token_statistics(
+        self, batch: Batch, *, top_n: int = 20, temperature: float = 1.0, adapters: bool = True
+    ) -> TokenStatistics:
+        """Return the statistics of every token, from one pass: `log_probs`, the token's rank, and the likeliest tokens.
+
+        Row t has the distribution that token t comes from, of `batch.sampling_mask` if the batch has one; the row of a
+        first token has no ids. As the fields `teacher_ids` and `teacher_log_probs` of a batch, the lists teach another
+        actor.
+
+        Args:
+            batch, temperature, adapters: As for `log_probs`.
+            top_n: N, the number of most likely tokens.
+
+        Raises:
+            ValueError: The backend is not "parallel", the model is tp-invariant, or `top_n` is not between 1 and the
+                size of the vocabulary; or as for `predict`.
+        """
+        self._require("a forward pass")
+        with self._with_adapters(adapters) as without:
+            (columns,) = predict(
+                self.engine,
+                batch,
+                self.max_tokens_per_micro_batch,
+                call=f"{type(self).__name__}.token_statistics{without}",
+                temperature=temperature,
+                record_routing=False,
+                top_n=top_n,
+            )
+        self._warn_of_length(batch)
+        statistics, first = TokenStatistics.from_columns(columns), batch.first.to(columns.device)[:, None]
+        return statistics._replace(
+            top_ids=statistics.top_ids.masked_fill(first, -1),
+            top_log_probs=statistics.top_log_probs.masked_fill(first, -math.inf),
+        )
 
     @dispatched(per_token)
     def states(self, batch: Batch, *, adapters: bool = True) -> Tensor:

@@ -47,6 +47,7 @@ class ModelCalls(ABC):
 
     predict = Called(Worker.predict)
     log_probs = Called(Actor.log_probs)
+    token_statistics = Called(Actor.token_statistics)
     states = Called(Actor.states)
     load_teacher_head = Called(Actor.load_teacher_head)
     generate = Called(Actor.generate)

@@ -49,14 +49,16 @@ def predict(
     temperature: float,
     record_routing: bool,
     states: bool = False,
+    top_n: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the engine's outputs without gradients, fp32, aligned with their token, in the batch's order.
 
     Each is `[T]`, and the values of several labels are `[T, num_labels]`. With `record_routing` the last result is the
     routing `[T, M, k]`. With `states` the only result is the hidden states `[T, H]` that predict each token, in the
-    model's dtype.
+    model's dtype; with `top_n` the statistics of `MicroBatch.top_n`.
     """
-    divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, states=states).divide(call)
+    whole = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, states=states, top_n=top_n)
+    divided = whole.divide(call)
     outputs = engine.forward(divided.micro_batches)
     results = tuple(
         torch.zeros(
@@ -67,7 +69,7 @@ def predict(
     for positions, micro_batch, output in zip(divided.positions, divided.micro_batches, outputs, strict=True):
         for result, column in zip(results, output, strict=True):
             result[positions] = _shift_to_own_token(column, micro_batch.inputs.batch).to(result.dtype)
-    results = results if states else _by_head(results, engine.num_labels)
+    results = results if states or top_n else _by_head(results, engine.num_labels)
     if record_routing:
         tables = [micro_batch.replay for micro_batch in divided.micro_batches]
         return *results, recorded(tables, divided.positions, batch.num_tokens)
@@ -126,6 +128,7 @@ class _Pass:
     aggregation: str | None = None
     record_routing: bool = False
     states: bool = False
+    top_n: int | None = None
     divergence: Divergence | None = None
     teacher_head: TeacherHead | None = None
     prompts: Prompts | None = None
@@ -134,7 +137,7 @@ class _Pass:
     def divide(self, call: str) -> DividedBatch:
         """Check the call on every rank, see `agree_on_call`, and divide the batch."""
         options: dict[str, Any] = {"aggregation": self.aggregation, "record_routing": self.record_routing}
-        options |= {"divergence": self.divergence, "states": self.states}
+        options |= {"divergence": self.divergence, "states": self.states, "top_n": self.top_n}
         options[ROUTING] = ROUTING in getattr(self.batch, "fields", ())
         options["sampling_mask"] = getattr(self.batch, "sampling_mask", None) is not None
         reports = agree_on_call(self.engine.grid, call, self._check, **options)
@@ -160,6 +163,8 @@ class _Pass:
         require_sampling_mask(engine, batch)
         if self.states and not engine.distils:
             raise ValueError("hidden states need backend='parallel' and share_prefixes=False")
+        if self.top_n is not None:
+            require_top_n(engine, self.top_n)
         if self.divergence is not None:
             require_teacher(engine, batch, self.teacher_head)
         engine.require_visual(batch.split(), batch.visual)
@@ -206,8 +211,21 @@ class _Pass:
             prompts = () if self.prompts is None else self.prompts.of_micro_batch(group)
             inputs = LossInputs(sequences, sum(self.counts[i] for i in group))
             micro_batch = MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
-            micro_batches.append(replace(micro_batch, distillation=distillation, returns_states=self.states))
+            micro_batch = replace(micro_batch, distillation=distillation, returns_states=self.states, top_n=self.top_n)
+            micro_batches.append(micro_batch)
         return DividedBatch(micro_batches, positions, weight)
+
+
+def require_top_n(engine: Engine, top_n: int) -> None:
+    """Raise ValueError unless the engine lists this number of likely tokens."""
+    require_number("top_n", top_n, at_least=1, integer=True)
+    if top_n > engine.vocab_size:
+        raise ValueError(f"top_n={top_n} must be in 1..{engine.vocab_size}, the size of the vocabulary")
+    if not engine.lists_tokens:
+        raise ValueError(
+            "the ranks and most likely tokens need backend='parallel' and tp_invariant=False; log_probs has no such "
+            "limit"
+        )
 
 
 def _with_fields_of_first_peer(batch: Batch, grid: Grid) -> Batch:
