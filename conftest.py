@@ -6,7 +6,9 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,40 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = 3, "loadfile"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Give a worker files of one package after another.
+
+    Each worker that has a package starts what its tests share: servers that import for seconds, pools, tiny models.
+    """
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByPackage(LoadFileScheduling):
+        """Assigns the next file of the worker's package, then of a package without a worker, then any file."""
+
+        def _assign_work_unit(self, node: Any) -> None:
+            busy = {worker: [package_of(file) for file in files] for worker, files in self.assigned_work.items()}
+            others = {packages[-1] for worker, packages in busy.items() if packages and worker is not node}
+            last = busy.get(node, [])[-1:]
+            sizes = Counter(map(package_of, self.workqueue))
+            # `max` takes the first of equals: the file with most tests.
+            file = max(
+                self.workqueue,
+                key=lambda file: ([package_of(file)] == last, package_of(file) not in others, sizes[package_of(file)]),
+            )
+            self.workqueue.move_to_end(file, last=False)
+            super()._assign_work_unit(node)
+
+    return ByPackage(config, log)
+
+
+def package_of(file: str) -> str:
+    """Return the folder of a test file's package; empty for the tests between packages."""
+    return file.partition("/tests/")[0] if "/tests/" in file else ""
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
