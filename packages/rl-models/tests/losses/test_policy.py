@@ -167,7 +167,9 @@ def test_cispo_weighs_the_gradient_of_every_token(
         weight = min(max(ratio, 1 - low), 1 + high)
         assert terms.loss[t].item() == pytest.approx(-weight * a * lp, rel=1e-9, abs=1e-12)
         assert gradient[t].item() == pytest.approx(-weight * a, rel=1e-9, abs=1e-12)
-        assert terms.metrics["clip_fraction"][t].item() == (weight != pytest.approx(ratio, rel=1e-12))
+        clipped = weight != pytest.approx(ratio, rel=1e-12)
+        if clipped or weight == ratio:  # between them, a bound is within rounding errors of the ratio
+            assert terms.metrics["clip_fraction"][t].item() == clipped
 
 
 @given(st.lists(st.tuples(small, small, small), min_size=1, max_size=8), st.floats(0.1, 3), st.floats(0.1, 3))
