@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ProcessGroup
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
@@ -103,6 +104,34 @@ def test_gathered_experts_draw_what_exchanged_tokens_draw(ranks: RankPool, mixtu
         (_, few), (_, many) = results[-1], results[0]
         assert few["gather"][1] < many["gather"][1]
         assert few["exchange"][1] == many["exchange"][1]
+
+
+def draw_in_float8(group: ProcessGroup | None, path: Path) -> Responses:
+    """Draw with experts in FP8, on one rank by rounding them before, so that prompts are computed with them, too."""
+    engine = load(path, ParallelDims() if group is None else ParallelDims(dp=2, ep=2))
+    with torch.no_grad():
+        for name, weight in engine.model.named_parameters() if group is None else ():
+            if ".experts." in name:
+                scales = 2 ** (weight.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+                weight.copy_((weight / scales).to(torch.float8_e4m3fn).float() * scales)
+    options = GenerationOptions(
+        8, n=3, stop_ids=range(1, 4), float8=True, experts="auto" if group is None else "gather"
+    )
+    prompts = [draw.Prompt(torch.tensor(ids)) for ids in ([1, 5, 7], [3])]
+    uniforms = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    return draw.draw_responses(engine, prompts, options, 99, uniforms)
+
+
+def test_experts_gathered_in_float8_draw_what_rounded_experts_draw(ranks: RankPool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=61, num_experts_per_tok=2, **sizes)).save_pretrained(tmp_path)
+    expected = draw_in_float8(None, tmp_path)
+    for drawn in ranks.run(draw_in_float8, tmp_path, world=2):
+        assert drawn.lengths == expected.lengths
+        for n, length in enumerate(drawn.lengths):
+            assert torch.equal(drawn.tokens[n, :length], expected.tokens[n, :length])
+            torch.testing.assert_close(drawn.log_probs[n, :length], expected.log_probs[n, :length], rtol=0, atol=1e-5)
 
 
 def choose(group: ProcessGroup, path: Path) -> list[bool]:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.kernels.float8 import quantize_rows, scale_
+from parallel_layers.kernels.float8 import quantize_rows, scale_, suits_gemm
 from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
 from parallel_layers.linear.products import Product
-from parallel_layers.moe.decoding import RoundedExperts, has_kernel
+from parallel_layers.moe.decoding import RoundedExperts, can_round
 from parallel_layers.moe.experts import GroupedExperts
 
-_MULTIPLE = 16  # divides both sizes of a GEMM in FP8
 # From this number of outputs on torch's GEMM with scales of rows takes less time than one without and `scale_`: on an
 # H200, 128 tokens, [4096, 14336] takes 38 us with scales of rows, 22 without and 2 for `scale_`; [28672, 4096] 36 both.
 _WIDE = 8192
@@ -74,32 +73,20 @@ def float8_attributes(view: nn.Module) -> dict[str, Any]:
     that `moe.decoding` does not compute by its kernels, such as experts with adapters.
     """
     if isinstance(view, ColumnLinear | RowParallelLinear):
-        able = _can(view.weight) and view.weight_scale_inv is None and not view.keeps_dtype
+        able = suits_gemm(view.weight) and view.weight_scale_inv is None and not view.keeps_dtype
         return {"execution": replace(view.execution, product=RowScaled(view.weight))} if able else {}
     if isinstance(view, GroupedExperts):
         return _of_experts(view)
     return {}
 
 
-def _can(weight: Tensor) -> bool:
-    return all(size % _MULTIPLE == 0 for size in weight.shape[-2:]) and not (
-        weight.is_cuda and weight.dtype != torch.bfloat16
-    )
-
-
 def _of_experts(view: GroupedExperts) -> dict[str, Any]:
-    weights = [getattr(view, name) for name in view.projections]
-    if not all(map(_can, weights)) or not has_kernel(view):
+    if not can_round(view):  # also where experts are gathered in FP8
         return {}
-    by_rows = [weight.transpose(1, 2).contiguous() if view.input_major else weight for weight in weights]
-    (gate_up, gate_up_scales), (down, down_scales) = map(quantize_rows, by_rows)
-    if gate_up.is_cuda:
-        return {"rounded": RoundedExperts(gate_up, gate_up_scales, down, down_scales)}
-    dense = (
-        dequantize_rows(gate_up, gate_up_scales, weights[0].dtype),
-        dequantize_rows(down, down_scales, weights[1].dtype),
-    )
+    if (rounded := RoundedExperts.of_layer(view)).down.is_cuda:
+        return {"rounded": rounded}
     return {
-        name: weight.transpose(1, 2) if view.input_major else weight
-        for name, weight in zip(view.projections, dense, strict=True)
+        name: dense.transpose(1, 2) if view.input_major else dense
+        for name, (rows, scales) in zip(view.projections, rounded.pairs(), strict=True)
+        for dense in [dequantize_rows(rows, scales, view.down_proj.dtype)]
     }

@@ -21,10 +21,17 @@ from parallel_layers.kernels.runtime import cdiv, has_triton, next_power_of_2, o
 FLOAT8 = torch.float8_e4m3fn
 SMALLEST = 2.0**-126
 """The scale of rows of zeros."""
+_MULTIPLE = 16  # divides both sizes of a GEMM in FP8
 _MAX_BLOCK = 32768
 PADDING = 128
 """The rows of a tile: groups are padded to multiples, as the GEMM's own tiles are."""
 _COLUMNS = 64
+
+
+def suits_gemm(weight: Tensor) -> bool:
+    """Return whether a GEMM takes copies in FP8 of a weight `[..., N, K]`: of any on a CPU, on a GPU of bf16 alone."""
+    sizes_fit = all(size % _MULTIPLE == 0 for size in weight.shape[-2:])
+    return sizes_fit and not (weight.is_cuda and weight.dtype != torch.bfloat16)
 
 
 @triton.jit

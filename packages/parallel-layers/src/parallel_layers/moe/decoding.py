@@ -16,18 +16,31 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.few_rows import experts_of_few_rows
+from parallel_layers.kernels.float8 import quantize_rows, suits_gemm
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.moe.experts import GroupedExperts, grouped_linear, is_one_kernel
 
 
 class RoundedExperts(NamedTuple):
-    """Weights `[e, 2I, H]` and `[e, H, I]` whose rows are in FP8, with scales `[e, 2I]` and `[e, H]`; None: are not."""
+    """Weights `[e, 2I, H]` and `[e, H, I]` whose rows are in FP8, with scales `[e, 2I]` and `[e, H]`."""
 
     gate_up: Tensor
-    gate_up_scales: Tensor | None
+    gate_up_scales: Tensor
     down: Tensor
-    down_scales: Tensor | None
+    down_scales: Tensor
+
+    @classmethod
+    def of_layer(cls, layer: GroupedExperts) -> RoundedExperts:
+        """Return copies of a layer's weights, for which `can_round` is true."""
+        weights = [getattr(layer, name) for name in layer.projections]
+        by_rows = [weight.transpose(1, 2).contiguous() if layer.input_major else weight for weight in weights]
+        (gate_up, gate_up_scales), (down, down_scales) = map(quantize_rows, by_rows)
+        return cls(gate_up, gate_up_scales, down, down_scales)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return both weights with their scales."""
+        return [(self.gate_up, self.gate_up_scales), (self.down, self.down_scales)]
 
 
 def decode_experts(
@@ -57,18 +70,18 @@ def decode_experts(
 def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """Return the sum over each token's experts on this rank of weight · expert(x): `[T, H]`.
 
-    The attribute `rounded` of a layer of a decoding view has its weights in FP8 (`inference.float8_attributes`).
+    The attribute `rounded` of a layer of a decoding view has its weights in FP8 (`inference.float8_attributes`, or
+    `gathered_attributes`).
     """
     num_local, top_k = len(layer.down_proj), experts_Tk.shape[1]
     first = 0 if layer.expert_group is None else layer.expert_group.rank() * num_local
     glu = layer.glu()
     if glu is not None and takes_few_rows(layer, x_TH):
         rounded: RoundedExperts | None = layer.__dict__.get("rounded")
-        stored = rounded or RoundedExperts(layer.gate_up_proj, None, layer.down_proj, None)
+        gate_up, gate_up_scales, down, down_scales = rounded or (layer.gate_up_proj, None, layer.down_proj, None)
         return experts_of_few_rows(
-            x_TH.contiguous(), experts_Tk, weights_Tk, stored.gate_up, stored.down, glu, first=first,
-            input_major=layer.input_major and rounded is None,
-            gate_up_scales=stored.gate_up_scales, down_scales=stored.down_scales,
+            x_TH.contiguous(), experts_Tk, weights_Tk, gate_up, down, glu, first=first,
+            input_major=layer.input_major and rounded is None, gate_up_scales=gate_up_scales, down_scales=down_scales,
             gate_up_bias=layer.gate_up_proj_bias, down_bias=layer.down_proj_bias, bias_share=1 / layer.tp,
         )  # fmt: skip
     local = experts_Tk.flatten() - first
@@ -86,7 +99,8 @@ def local_experts(layer: GroupedExperts, x_TH: Tensor, experts_Tk: Tensor, weigh
 
 def takes_few_rows(layer: GroupedExperts, x_TH: Tensor) -> bool:
     """Return whether the kernels of `few_rows` compute the layer: on a GPU, where they have its form."""
-    return has_kernel(layer) and use_triton(x_TH) and x_TH.dtype == layer.down_proj.dtype
+    dense_dtype = getattr(layer, "dense_dtype", layer.down_proj.dtype)
+    return ("rounded" in layer.__dict__ or has_kernel(layer)) and use_triton(x_TH) and x_TH.dtype == dense_dtype
 
 
 def has_kernel(layer: GroupedExperts) -> bool:
@@ -95,6 +109,11 @@ def has_kernel(layer: GroupedExperts) -> bool:
     A layer with a GEMM of its own, as `with_float8` sets it, keeps it: its log-probs are those of training.
     """
     return layer.has_plain_weights() and layer.product is grouped_linear and layer.glu() is not None
+
+
+def can_round(layer: GroupedExperts) -> bool:
+    """Return whether the kernels of `few_rows` compute the layer with its weights in FP8."""
+    return has_kernel(layer) and all(suits_gemm(getattr(layer, name)) for name in layer.projections)
 
 
 def waits_for_counts(layer: GroupedExperts) -> bool:

@@ -26,8 +26,11 @@ def gathers_experts(model: nn.Module, grid: Grid, options: CacheOptions, new_cac
     if options.experts == "gather" and reason is not None:
         raise ValueError(f"experts='gather': {reason}; take experts='exchange'")
     memory = free_memory(grid.device)
-    fits = memory is None or bytes_to_gather(mixtures) + options.wanted_bytes([new_cache]) <= memory
-    gains = all(saves_time(mixture, options.sequences * (1 + options.drafts)) for mixture in mixtures)
+    fits = (
+        memory is None or bytes_to_gather(mixtures, float8=options.float8) + options.wanted_bytes([new_cache]) <= memory
+    )
+    tokens = options.sequences * (1 + options.drafts)
+    gains = all(saves_time(mixture, tokens, float8=options.float8) for mixture in mixtures)
     gather = options.experts == "gather" or (reason is None and fits and gains)
     gathers = torch.tensor(int(gather), device=grid.device)
     dist.all_reduce(gathers, dist.ReduceOp.MIN, group=grid.everyone)

@@ -111,7 +111,8 @@ class GenerationOptions(SamplingOptions):
         exact: Compute as `log_probs` does: the log-probs then agree with it to 1e-5 in fp32. The default takes a faster
             attention for single tokens and CUDA graphs; in bf16 its log-probs differ by rounding.
         float8: Compute the tokens of responses with projections and experts in FP8, copies that are made for each call
-            (`parallel_layers.inference.float8_attributes`). Prompts and `log_probs` are as without.
+            (`parallel_layers.inference.float8_attributes`). Prompts and `log_probs` are as without, but for prompts
+            with gathered experts (`experts`), which are in FP8 alone.
         float8_cache: Store keys and values in FP8, with a scale for each token and head.
         drafts: The number of tokens that the checkpoint's multi-token-prediction layers guess before each step of the
             model, which checks them at once (0: no guesses; at most 16). The tokens are those of a generation without

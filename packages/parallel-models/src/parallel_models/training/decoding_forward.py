@@ -86,9 +86,9 @@ def without_hooks(model: CausalLM) -> CausalLM:
     return view_of(model, _remove_hooks)
 
 
-def with_all_experts(model: CausalLM) -> CausalLM:
+def with_all_experts(model: CausalLM, *, float8: bool) -> CausalLM:
     """Return a view with the experts of all ranks, which are gathered."""
-    return view_of(model, lambda module, view: view.__dict__.update(gathered_attributes(view)))
+    return view_of(model, lambda module, view: view.__dict__.update(gathered_attributes(view, float8=float8)))
 
 
 def for_steps(model: CausalLM, *, float8: bool) -> CausalLM:

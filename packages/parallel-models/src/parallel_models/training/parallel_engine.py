@@ -296,7 +296,7 @@ class ParallelEngine(Engine):
                 stack.enter_context(gathered(stage, reshard_blocks=grid.dims.pp == 1))
             new_cache = partial(model.new_cache, float8=options.float8_cache, drafts=options.drafts > 0)
             gathers = gathers_experts(model, grid, options, new_cache)
-            held = with_all_experts(model) if gathers else model
+            held = with_all_experts(model, float8=options.float8) if gathers else model
             prompts = steps = without_hooks(held)
             if not exact:
                 steps = for_steps(held, float8=options.float8)

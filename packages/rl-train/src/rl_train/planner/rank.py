@@ -88,11 +88,14 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
         step += 2 * options.cache.sequences * run.model.vocab_size * bool(options.mask_width)
         # The experts of the other ranks; "auto" gathers them into free memory alone.
         others = options.dims.ep - 1 if options.cache.experts == "gather" else 0
-        further = others * sum(size for name, size in held.items() if ".experts." in name)
-        if options.cache.float8:  # a byte an element of each projection
-            further += sum(
+        experts = [size for name, size in held.items() if ".experts." in name]
+        if options.cache.float8:  # a byte an element of each projection, and a prompt's gathered experts dense
+            further = sum(
                 weight.numel * (1 + others * (".experts." in name)) for name, weight in weights.items() if weight.matrix
             )
+            step += max(experts, default=0) * (1 + others) * bool(others)
+        else:
+            further = others * sum(experts)
         common = replace(common, generation=workspaces + run.divided * sum(sharded.values()) + further + step)
     if not run.trained:
         layer = max(part.working for chunk in parts for part in chunk[:-1])
