@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from ckpt.training import saved_steps
-from rl_models import Actor
+from rl_models import Actor, Batch
 from rl_models.api import WholeBatches
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.engines import NativeEngine
@@ -24,8 +25,11 @@ from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
+from rl_train.loop.objective import policy_loss
 from rl_train.options.options import TrainOptions
 from rl_train.report.lines import Metrics
+from rl_train.trajectories.episodes import SAMPLE, with_episode_weights
+from rl_train.trajectories.samples import TURNS
 
 Run = Callable[..., Loop]
 
@@ -122,6 +126,44 @@ def test_a_step_whose_responses_are_all_vetoed_says_so(run: Run, monkeypatch: py
     assert "step 1: importance sampling rejects all responses; look at --importance-*" in [
         event.get("message") for event in said
     ]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo", "rloo"])
+def test_an_episode_of_several_samples_counts_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """A response as one sample, or as one sample for each half: the gradients are the same."""
+
+    def gradients(out: str, cut: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor]]:
+        loop = run(alternating(99), out=tmp_path / out, algorithm=algorithm, samples=2, steps=1, save_every=0)
+        generate = loop.models.actor.generate
+        monkeypatch.setattr(loop.models.actor, "generate", lambda *args, **options: cut(generate(*args, **options)))
+        values = loop.run()
+        batch, _ = loop._estimate(loop._collect(1)[0])
+        aggregation, worker = loop.options.objective.aggregation, loop.models.actor.worker
+        batch = with_episode_weights(batch, aggregation)
+        worker.forward_backward(batch, partial(policy_loss, loop.options), aggregation=aggregation)
+        return values, [parameter.grad for parameter in worker.engine.module.parameters()]
+
+    def in_halves(batch: Batch) -> Batch:
+        """Return every second response as two samples, of the first two drawn tokens and of the others."""
+        rows = [number for number in range(len(batch)) for _ in range(1 + number % 2)]
+        halves = batch.select(rows)
+        number = torch.tensor([0, 0, 1] * (len(batch) // 2))[halves.sequence_ids]
+        drawn = halves.mask.cumsum(0) - 1 - 4 * halves.sequence_ids  # the number of a drawn token, of 4 each
+        alone = torch.tensor([True, False, False] * (len(batch) // 2))[halves.sequence_ids]
+        mask = halves.mask & (alone | ((drawn >= 2) == (number == 1)))
+        return replace(halves, mask=mask).with_fields(**{SAMPLE: number, TURNS: torch.zeros(halves.num_tokens, 5)})
+
+    whole, expected = gradients("whole", lambda batch: batch)
+    values, actual = gradients("halves", in_halves)
+    same = ("reward", "responses", "response_length", "loss", "grad_norm")
+    assert {name: values[name] for name in same} == pytest.approx(
+        {name: whole[name] for name in same}, rel=1e-4, abs=1e-6
+    )
+    assert max(float(gradient.abs().max()) for gradient in expected) > 1e-3
+    for gradient, of_whole in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, of_whole, rtol=1e-4, atol=1e-6)
 
 
 def test_groups_of_one_rank_are_marked_for_learning(run: Run) -> None:

@@ -33,11 +33,10 @@ def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, flo
     )
     batch = ask(evaluation.prompts, prompts, sampling).result()
     scored = scorer(evaluation.prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
-    responses = batch.responses()
     values = {
         "reward": float(scored.scores.mean()),
-        "response_length": sum(map(len, responses)) / len(responses),
-        "truncated": sum(scorer.truncated(batch)) / len(batch),
+        "response_length": int(batch.mask.sum()) / len(scored.scores),
+        "truncated": sum(scorer.truncated(batch)) / len(scored.scores),
         **describe(batch),
         **scored.describe(counts_errors=options.rewards.errors == "zero"),
     }

@@ -32,7 +32,7 @@ from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
 from rl_train.report.terminal import counted
 from rl_train.rewards.function import Rewards
-from rl_train.trajectories.episodes import describe
+from rl_train.trajectories.episodes import describe, episode_ids, select_episodes, sum_by_episode
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
@@ -205,7 +205,7 @@ class Loop:
         began = time.monotonic()
         experience, values = self._collect(step)
         self._say_if_equal(step, experience)
-        if len(experience.batch):
+        if experience.batch.mask.any():
             with self._phase("estimating"):
                 batch, estimates = self._estimate(experience)
                 values |= estimates
@@ -273,7 +273,7 @@ class Loop:
         metrics = self._describe(self._joined(drawn)) | {
             "batches_drawn": len(drawn),
             "prompts_dropped": prompts - len(experience.scores),
-            "responses_kept": len(experience.batch),
+            "responses_kept": experience.scores.numel(),
         }
         if len(experience.batch):
             metrics["reward_kept"] = float(experience.scores.mean())
@@ -285,7 +285,7 @@ class Loop:
         batch = Batch.concatenate([draw.batch for draw in draws])
         scores = torch.cat([draw.scores for draw in draws])
         if buffer := options.rewards.overlong_buffer:
-            lengths = torch.tensor([len(response) for response in batch.responses()])
+            lengths = sum_by_episode(batch, batch.masked_counts)
             penalty = losses.overlong_penalty(lengths, max_length=options.sampling.max_new_tokens, buffer=buffer)
             scores = scores + penalty.view_as(scores)
         scored = Scored.concatenate([draw.scored for draw in draws])
@@ -293,18 +293,17 @@ class Loop:
 
     def _describe(self, drawn: _Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
-        batch, scores = drawn.batch, drawn.scores
-        lengths = batch.sum_by_sequence(torch.ones(batch.num_tokens))
+        batch, scores, versions = drawn.batch, drawn.scores, drawn.batch[VERSION][drawn.batch.mask]
         values = {
             "reward": float(scores.mean()),
             "reward_std": float(scores.std(correction=0)),
             "reward_min": float(scores.min()),
             "reward_max": float(scores.max()),
-            "response_length": float(lengths.mean()),
-            "truncated": sum(self._scorer.truncated(batch)) / len(batch),
-            "responses": len(batch),
+            "response_length": int(batch.mask.sum()) / scores.numel(),
+            "truncated": sum(self._scorer.truncated(batch)) / scores.numel(),
+            "responses": scores.numel(),
             "tokens": batch.num_tokens,
-            **self._staleness(batch[VERSION][batch.mask]),
+            **(self._staleness(versions) if len(versions) else {}),
             **describe(batch),
         }
         if self.options.samples > 1:
@@ -340,9 +339,10 @@ class Loop:
 
     def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
-        options, models = self.options, self.models
-        groups = torch.arange(len(experience.scores)).repeat_interleave(options.samples)
-        batch = experience.batch
+        options, models, ids = self.options, self.models, episode_ids(experience.batch)
+        acted = experience.batch.masked_counts > 0  # a program may end without a call of the policy
+        batch = experience.batch.select(acted.nonzero().flatten())
+        groups, scores = (ids // options.samples)[acted], experience.scores.flatten()[ids][acted]
         if options.groups_on_one_rank:
             batch = batch.with_fields(group=groups[batch.sequence_ids])
         batch = models.estimate(batch, options)
@@ -358,7 +358,7 @@ class Loop:
             reference = models.reference_log_probs(batch, options.sampling.temperature)
             batch = batch.with_fields(reference_log_probs=reference)
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        estimates = advantages(options, batch, experience.scores.flatten(), groups)
+        estimates = advantages(options, batch, scores, groups)
         return batch.with_fields(**estimates), values
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
@@ -366,11 +366,11 @@ class Loop:
         options, models = self.options, self.models
         updates, sums = 0, dict[str, float]()
         for epoch in range(options.epochs):
-            order = list(range(len(batch)))
+            order = episode_ids(batch).unique().tolist()
             if options.mini_batch and options.mini_batch < options.batch:
                 python_random(options.seed, step, epoch).shuffle(order)
             for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
-                mini_batch = batch.select(order[start:end])
+                mini_batch = select_episodes(batch, order[start:end])
                 for name, value in models.update(mini_batch, options).items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
@@ -396,5 +396,5 @@ class Loop:
 
 def _informative(drawn: _Experience) -> _Experience:
     """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
-    kept = drawn.differs.repeat_interleave(drawn.scores.shape[1]).nonzero().flatten()
-    return _Experience(drawn.batch.select(kept), drawn.scores[drawn.differs], drawn.scored)
+    kept = drawn.differs.repeat_interleave(drawn.scores.shape[1])[episode_ids(drawn.batch)]
+    return _Experience(drawn.batch.select(kept.nonzero().flatten()), drawn.scores[drawn.differs], drawn.scored)

@@ -12,6 +12,7 @@ from rl_models.api import ModelCalls
 from rl_models.calls import ROUTING, Divergence
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
+from rl_train.trajectories.episodes import with_episode_weights
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Models:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""
         loss = partial(joint_loss if options.critic.share_backbone else policy_loss, options)
         temperature, aggregation = options.sampling.temperature, options.objective.aggregation
+        mini_batch = with_episode_weights(mini_batch, aggregation)
         name, mixture = options.objective.divergence, options.objective.mixture
         divergence = None if name is None else Divergence(name, mixture)
         metrics = self.actor.update(

@@ -12,6 +12,7 @@ from rl_models import Batch, losses
 from rl_models.losses import LossTerms
 from rl_train.options.functions import imported
 from rl_train.options.options import TrainOptions
+from rl_train.trajectories.episodes import EPISODE_WEIGHTS, episode_ids, of_episodes, sum_by_episode
 
 # (batch, scores [N], groups [N], options) -> fields [T] of the batch: `advantages`, and `returns` for a critic.
 Estimate = Callable[[Batch, Tensor, Tensor, TrainOptions], Mapping[str, Tensor]]
@@ -42,8 +43,9 @@ def _whiten(batch: Batch, per_token: Tensor) -> Tensor:
 
 
 def _leave_one_out(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
-    # The reward of a whole response includes the KL penalty.
-    totals = batch.sum_by_sequence(_rewards(batch, scores, options))
+    # The reward of a whole episode includes the KL penalty, and its score once.
+    penalties = batch.sum_by_sequence(_rewards(batch, scores, options)) - scores
+    totals = scores + sum_by_episode(batch, penalties)[episode_ids(batch)]
     return _compared(batch, totals, groups, losses.rloo_advantages)
 
 
@@ -71,13 +73,14 @@ def _accepted(batch: Batch) -> Tensor:
 def _compared(
     batch: Batch, scores: Tensor, groups: Tensor, compare: Callable[[Tensor, Tensor], Tensor]
 ) -> Mapping[str, Tensor]:
-    """Compare the accepted responses of each group; rejected responses and single ones get 0."""
-    accepted = _accepted(batch)
+    """Compare the accepted episodes of each group; rejected episodes and single ones get 0."""
+    accepted = sum_by_episode(batch, _accepted(batch).float()) > 0
+    scores, groups, ids = of_episodes(batch, scores), of_episodes(batch, groups), episode_ids(batch)
     siblings = torch.bincount(groups[accepted], minlength=int(groups.max()) + 1)[groups] > 1
     kept = accepted & siblings
-    advantages = torch.zeros(len(batch))
+    advantages = torch.zeros(len(scores))
     advantages[kept] = compare(scores[kept], groups[kept])
-    return {"advantages": torch.where(batch.mask, advantages[batch.sequence_ids], 0)}
+    return {"advantages": torch.where(batch.mask, advantages[ids][batch.sequence_ids], 0)}
 
 
 ADVANTAGES: dict[str, Estimate] = {
@@ -103,7 +106,7 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
     Args:
         options: The options of the run.
         batch: The responses of a step, with the fields of `Models.estimate`.
-        scores: The score of each response, `[N]`.
+        scores: The score of each response, `[N]`; the samples of an episode have equal scores.
         groups: The number of each response's prompt, `[N]`.
     """
     name_of_estimate = options.objective.advantages
@@ -190,6 +193,8 @@ def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch
     if objective.kl_coefficient and options.rule.kl == "loss":
         penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], objective.kl_estimator)
         terms += LossTerms(objective.kl_coefficient * penalty)
+    if EPISODE_WEIGHTS in batch.fields:
+        terms = LossTerms(terms.loss * batch[EPISODE_WEIGHTS], terms.metrics)
     # Dr. GRPO divides sums over tokens by a constant.
     return terms if objective.aggregation != "sequence-sum" else terms * (1 / options.sampling.max_new_tokens)
 

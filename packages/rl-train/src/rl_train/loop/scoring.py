@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_train.data.sources import place
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
-from rl_train.trajectories.episodes import totals
+from rl_train.trajectories.episodes import episode_ids, select_episodes, sum_by_episode, totals
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,23 @@ class Scorer:
     tell: Callable[[str], None]
 
     def as_read(self, prompts: Sequence[Prompt], batch: Batch) -> Iterator[tuple[Any, Any]]:
-        """Yield each prompt and its response in a reward's form: text with a tokenizer, else token ids."""
+        """Yield each prompt and its response in a reward's form: text with a tokenizer, else token ids.
+
+        The response of an episode of several samples has the drawn tokens of all, sample by sample.
+        """
         codec = self.checked_run.codec
-        each = zip(prompts, batch.split(), batch.split("mask"), self.truncated(batch), strict=True)
-        rewards = totals(batch).get("environment_reward", torch.zeros(len(batch))).tolist()
-        for (prompt, tokens, mask, truncated), reward in zip(each, rewards, strict=True):
-            ids = tokens[mask].tolist()
+        rewards = totals(batch).get("environment_reward", torch.zeros(len(prompts))).tolist()
+        samples = zip(episode_ids(batch).tolist(), batch.split(), batch.split("mask"), strict=True)
+        episodes = [list(samples) for _, samples in groupby(samples, lambda sample: sample[0])]
+        for prompt, episode, truncated, reward in zip(prompts, episodes, self.truncated(batch), rewards, strict=True):
+            ids = [token for _, tokens, mask in episode for token in tokens[mask].tolist()]
             if not codec.available:
                 yield prompt.tokens, ids
                 continue
             asked = str(prompt.row["text"]) if "text" in prompt.row else codec.decode(prompt.tokens)
-            # From the policy's first token on, including messages of the environment.
-            raw = codec.decode(tokens[int(mask.int().argmax()) :].tolist(), special=True)
+            # From the policy's first token on, including messages of the environment; sample by sample.
+            shown = [token for _, tokens, mask in episode for token in tokens[mask.cumsum(0) > 0].tolist()]
+            raw = codec.decode(shown, special=True)
             yield asked, Response(codec.decode(ids), raw, ids, "length" if truncated else "stop", reward)
 
     def truncated(self, batch: Batch) -> list[bool]:
@@ -101,21 +107,22 @@ class Scorer:
             for number in range(len(prompts))
             for column in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
         ]
-        shown_batch = batch.select([number * scores.shape[1] + column for number, column in shown])
+        shown_batch = select_episodes(batch, [number * scores.shape[1] + column for number, column in shown])
         read = self.as_read([prompts[number] for number, _ in shown], shown_batch)
-        each = zip(shown, read, shown_batch.responses(), self.truncated(shown_batch), strict=True)
-        for (number, column), (asked, answer), response, truncated in each:
+        lengths = sum_by_episode(shown_batch, shown_batch.masked_counts).tolist()
+        each = zip(shown, read, lengths, self.truncated(shown_batch), strict=True)
+        for (number, column), (asked, answer), length, truncated in each:
             yield {
                 "line": prompts[number].line,
                 "prompt": asked,
                 "response": answer.raw if self.checked_run.options.converses else answer,
                 "reward": float(scores[number, column]),
-                "response_length": len(response),
+                "response_length": length,
                 "truncated": truncated,
             }
 
     def __call__(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Scored:
-        """Score the responses of a batch to the prompts of a file, one prompt for each response."""
+        """Score the episodes of a batch, which answer the prompts of a file, one prompt for each episode."""
 
         def scores() -> Scores:
             assert self.rewards is not None
