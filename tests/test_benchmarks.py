@@ -40,6 +40,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
     ("rollouts", 2, ["--dims", "tp=2", "--files"]),
     ("turns", 1, []),
+    ("gateway", 1, []),
     ("distillation", 1, []),
     ("few_tokens", 1, []),
     ("few_tokens", 2, []),

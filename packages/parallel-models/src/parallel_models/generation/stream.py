@@ -105,6 +105,18 @@ class ResponseStream(ContinuousBatching):
         on_device = uniforms.to(self._uniforms.device)
         self._asked.extend((key, number, list(prompt), row, limit) for number, row in enumerate(on_device))
 
+    def cancel(self, key: int) -> None:
+        """Draw no more for a key, whose responses are lost; no effect where they are complete."""
+        if self._prompts.pop(key, None) is None:
+            return
+        del self._responses[key]
+        self._asked = deque(asked for asked in self._asked if asked[0] != key)
+        rows = {row for row, place in self._places.items() if place.key == key}
+        self._leave({slot for slot, row in self._busy() if row in rows})
+        self.waiting = deque(row for row in self.waiting if row not in rows)
+        for row in rows:
+            del self._places[row]
+
     @torch.no_grad()
     def step(self) -> tuple[list[int], list[tuple[int, list[StreamedResponse]]]]:
         """Draw some tokens; return the keys that begin, and those whose responses are complete, with the responses.

@@ -38,6 +38,12 @@ class TextCodec:
         )
 
     @property
+    def template(self) -> str:
+        """Return the text of the chat template; ValueError without a chat template."""
+        self._template  # noqa: B018  # for its error
+        return str(self._chat.chat_template)
+
+    @property
     def end(self) -> int | None:
         """Return the id of the token that ends a text; None if the tokenizer's settings name none."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):

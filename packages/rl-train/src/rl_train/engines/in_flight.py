@@ -142,6 +142,14 @@ class Drawing:
         self._pool.remember(self.draws, responses)
         return responses
 
+    def cancel(self) -> None:
+        """End the requests; a call of the object is not possible any more."""
+        with self._pool.lock:
+            self._pool.drawings.discard(self)
+            for draw in self.draws:
+                if not draw.call.done():
+                    self._pool.engines[draw.engine].submit("cancel", draw.call.number)
+
     def repeat_lost(self) -> None:
         """Repeat the requests of lost engines; WeightsLostError if no engine is left."""
         with self._pool.lock:

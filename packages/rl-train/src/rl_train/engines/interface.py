@@ -166,6 +166,10 @@ class StreamingEngine(LocalEngine, Protocol):
         """Draw some tokens; after an error no key is left."""
         ...
 
+    def cancel(self, key: int) -> None:
+        """Draw no more for a key; no effect where its responses are complete."""
+        ...
+
     def expect(self, version: int) -> None:
         """Take the version of the weights that `load` brings next."""
         ...

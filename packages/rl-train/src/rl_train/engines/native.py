@@ -176,6 +176,12 @@ class Native:
         ]
         return Step([(key, self._version) for key in begun], answers)
 
+    def cancel(self, key: int) -> None:
+        """See `StreamingEngine`."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != key)
+        if self._stream is not None:
+            self._stream.cancel(key)
+
     def expect(self, version: int) -> None:
         """See `StreamingEngine`."""
         self._coming = version

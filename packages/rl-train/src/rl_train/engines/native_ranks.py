@@ -110,6 +110,10 @@ class NativeRanks:
         step: Step = self._all("step", self._own.step)
         return step
 
+    def cancel(self, key: int) -> None:
+        """See `StreamingEngine`."""
+        self._all("cancel", lambda: self._own.cancel(key), key)
+
     def expect(self, version: int) -> None:
         """See `StreamingEngine`."""
         self._all("expect", lambda: self._own.expect(version), version)

@@ -3,12 +3,11 @@
 A weight sync is one call "load", with a `WeightMessage` for each process of the engine that receives weights.
 The answer to "shards" has what these processes hold; it is empty for an engine that takes whole tensors.
 A call "draw" is answered by the version of the weights that begin its responses, and by the complete responses; other
-calls are answered meanwhile, between two steps.
+calls are answered meanwhile, between two steps. A call "cancel" ends a call "draw", by its number.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import sys
@@ -96,9 +95,8 @@ class EngineServer:
         # Calls "ready" from before the start: on Ray another process than the one that starts the engine sends weights.
         # None: the engine has started.
         self._early: list[ReceivedCall] | None = []
-        # The calls "draw" that are not answered, by key. Draws pause from "expect" to the end of the weight sync.
-        self._draws: dict[int, ReceivedCall] = {}
-        self._keys, self._paused = itertools.count(), False
+        # The calls "draw" that are not answered, by number. Draws pause from "expect" to the end of the weight sync.
+        self._draws, self._paused = dict[int, ReceivedCall](), False
 
     def serve(self) -> None:
         """Answer calls until the caller is gone."""
@@ -109,9 +107,8 @@ class EngineServer:
                     self._early.append(call)
                     continue
                 if call.method == "draw":
-                    key = next(self._keys)
-                    cast(StreamingEngine, self._engine).add(key, *call.arguments())
-                    self._draws[key] = call
+                    cast(StreamingEngine, self._engine).add(call.number, *call.arguments())
+                    self._draws[call.number] = call
                     continue
                 self._call.answer(self._result())
             except EngineEnded:
@@ -132,7 +129,8 @@ class EngineServer:
         try:
             begun, complete = cast(StreamingEngine, self._engine).step()
             for key, version in begun:
-                self._draws[key].part(version)
+                if key in self._draws:  # an engine may tell the begin of a request after its end by "cancel"
+                    self._draws[key].part(version)
             for key, responses in complete:
                 self._draws.pop(key).answer(responses)
         except EngineEnded:
@@ -158,6 +156,8 @@ class EngineServer:
             case "load":
                 self._load(*self._call.arguments())
                 self._paused = False
+            case "cancel":
+                self._cancel(*self._call.arguments())
             case "expect":
                 cast(StreamingEngine, self._engine).expect(*self._call.arguments())
                 self._paused = True
@@ -165,6 +165,12 @@ class EngineServer:
                 assert method in ("sleep", "wake"), method
                 getattr(self._engine, method)()
         return None
+
+    def _cancel(self, key: int) -> None:
+        """End a call "draw", by its number; without responses where it has not ended."""
+        if (draw := self._draws.pop(key, None)) is not None:
+            cast(StreamingEngine, self._engine).cancel(key)
+            draw.answer([])
 
     def _ready(self) -> list[tuple[str, str]]:
         """Return the device and the key of each process that receives weights."""

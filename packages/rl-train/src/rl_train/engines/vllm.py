@@ -222,6 +222,11 @@ class Vllm:
             raise
         return Step(_items(self._begun), complete)
 
+    def cancel(self, key: int) -> None:
+        """See `StreamingEngine`; vLLM ends a request whose coroutine is cancelled."""
+        if (drawing := self._flying.pop(key, None)) is not None:
+            drawing.cancel()
+
     def expect(self, version: int) -> None:
         """See `StreamingEngine`."""
         self._coming = version

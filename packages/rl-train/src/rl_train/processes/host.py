@@ -51,12 +51,14 @@ class Call(Future[Any]):
 
     Attributes:
         raised: The exception of the process, with its traceback; None without.
+        number: The number of the call; -1 if the process was lost before.
     """
 
     def __init__(self, method: str, limit: float, on_part: Callable[[Any], Any] = lambda part: None) -> None:
         super().__init__()
         self.method, self.limit, self.on_part = method, limit, on_part
         self.raised: Raised | None = None
+        self.number = -1
         self.renew()
 
     def renew(self) -> None:
@@ -162,7 +164,8 @@ class Process:
         if self._transport is None:
             call.lose(self.name, self._loss)
             return call
-        number, payload = next(self._numbers), self._dumps(args)
+        call.number = number = next(self._numbers)
+        payload = self._dumps(args)
         if not self._calls:
             self._busy_since = time.monotonic()
         self._calls[number] = call

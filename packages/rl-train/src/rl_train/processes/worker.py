@@ -75,11 +75,16 @@ class Calls:
 
 
 class ReceivedCall:
-    """A call that waits for its answer: any number of parts, and then a result or an error."""
+    """A call that waits for its answer: any number of parts, and then a result or an error.
+
+    Attributes:
+        method: The name of the method.
+        number: The number of the call, as `Call.number`.
+    """
 
     def __init__(self, send: Callable[[Any], None], number: int, method: str, payload: bytes) -> None:
         self.method = method
-        self._send, self._number, self._payload = send, number, payload
+        self._send, self.number, self._payload = send, number, payload
 
     def arguments(self) -> tuple[Any, ...]:
         """Unpickle the arguments."""
@@ -107,4 +112,4 @@ class ReceivedCall:
 
     def _answer(self, kind: str, value: Any) -> None:
         # Pickled apart from the message: an error of pickling concerns this call alone.
-        self._send((self._number, kind, pickle.dumps(value)))
+        self._send((self.number, kind, pickle.dumps(value)))

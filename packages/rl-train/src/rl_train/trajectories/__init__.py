@@ -1,1 +1,5 @@
-"""Trajectories: the calls of an engine as token ids, and the samples that a policy learns from."""
+"""Episodes as token ids: a recorder of their calls, and the samples that a policy learns from."""
+
+from parallel_layers.lazy import lazy_names
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,184 @@
+"""The bodies of requests: what the endpoint reads, what has no effect, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from parallel_models import SamplingOptions
+from rl_train.gateway.errors import ApiError, unsupported
+
+# Fields that change no token.
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
+_WITHOUT_EFFECT |= {"prompt_cache_retention", "priority", "cache_salt", "skip_special_tokens", "detokenize"}
+# Fields that are accepted with these values alone, which are the same as no value; None is always one of them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "reasoning_effort": (),
+    "features": (),
+    "kv_transfer_params": (),
+    "add_special_tokens": (False,),
+    "include_stop_str_in_output": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class Sampled(BaseModel):
+    """How a client asks for tokens to be drawn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    n: Annotated[Count, Field(le=128)] | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    min_p: Share | None = None
+    max_tokens: Count | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: Flag = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def check(self, sampling: SamplingOptions) -> list[str]:
+        """Return the options of this request that the run overrides, as it draws all tokens in one way.
+
+        Raises:
+            ApiError: The tokens that end a response are not those of the run.
+        """
+        if self.ignore_eos or not {*(self.stop_token_ids or ())} <= {*sampling.stop_ids}:
+            ends = list(sampling.stop_ids)
+            raise unsupported(
+                "stop_token_ids",
+                f"the run ends responses at the tokens {ends}; leave out stop_token_ids and ignore_eos",
+            )
+        run: dict[str, Any] = {
+            "temperature": (sampling.temperature,),
+            "top_p": (sampling.top_p,),
+            "top_k": (sampling.top_k, 0, -1) if sampling.top_k is None else (sampling.top_k,),
+            "min_p": (sampling.min_p,),
+        }
+        values = {name: getattr(self, name) for name in run}
+        return [name for name, value in values.items() if value is not None and value not in run[name]]
+
+
+class StreamOptions(BaseModel):
+    """What a stream brings."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Flag = False
+    include_obfuscation: Flag = False
+
+
+class Answered(Sampled):
+    """A request of OpenAI's protocol; `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+
+    model: str
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
+
+
+class ChatBody(Answered):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: Count | None = None
+    logprobs: Flag | None = None
+
+
+class CompletionBody(Answered):
+    """The body of `/v1/completions`: one prompt, as a text or as token ids."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Ids
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+
+class GenerateParameters(Sampled):
+    """The field "sampling_params" of `GenerateBody`."""
+
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+
+class GenerateBody(BaseModel):
+    """The body of vLLM's `/inference/v1/generate`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: Ids
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    stream: Literal[False] | None = None
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read(kind: type[Body], values: Any, place: str = "") -> Body:
+    """Return a body from JSON values.
+
+    Args:
+        kind: The class of the body.
+        values: The values.
+        place: The field of a request that has the values, with a dot; empty for the request itself.
+
+    Raises:
+        ApiError: A field is unknown, has a wrong value, or asks for what the endpoint does not offer.
+    """
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(values).__name__}")
+    values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+    for name in [name for name in values if name in _NEUTRAL]:
+        value = values.pop(name)
+        if value is not None and value not in _NEUTRAL[name]:
+            allowed = " or ".join(map(repr, _NEUTRAL[name])) or "no value"
+            raise unsupported(
+                place + name, f"{place}{name}={value!r:.100} is not offered here; give {allowed}, or leave it out"
+            )
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        name = place + ".".join(map(str, mistake["loc"][:1]))
+        if mistake["type"] == "extra_forbidden":
+            message = f"{name} is no field that this endpoint knows; leave it out"
+            raise ApiError(400, message, name, "unknown_parameter") from None
+        value = mistake["input"]
+        raise ApiError(400, f"{name}={value!r:.100}: {mistake['msg']}", name, "invalid_value") from None

@@ -1,0 +1,346 @@
+"""`Gateway`: the endpoint of a run, on a socket of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from parallel_models import SamplingOptions
+from rl_train.data.codec import TextCodec
+from rl_train.gateway.dialects import Chat, Completion, Dialect, Generate, usage
+from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
+from rl_train.gateway.errors import ApiError
+from rl_train.gateway.service import EngineService
+from rl_train.gateway.sessions import Session, episode_ended
+from rl_train.trajectories.samples import part_of
+
+# Starlette and uvicorn are the extra `gateway`.
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+_DIALECTS: dict[str, type[Dialect]] = {
+    "/v1/chat/completions": Chat,
+    "/v1/completions": Completion,
+    "/inference/v1/generate": Generate,
+}
+# The first part of the path of a client that cannot choose its key.
+_PREFIX = "/sessions/{key}"
+_LOOPBACK = "127.0.0.1"
+
+
+class Gateway:
+    """The endpoint of a run: clients draw from its engine, each in a session.
+
+    A client needs the key of a session, as bearer token or in the path (`Gateway.base_url`). The options of the draws
+    are those of the run; the header `x-overridden` of an answer names the client's options that differ.
+
+    Args:
+        service: The engine.
+        codec: The tokenizer of the policy.
+        sampling: How tokens are drawn; `max_new_tokens` is the largest number of tokens of a response.
+        context: The largest number of tokens of a prompt with its response.
+        model: The name of the model.
+        host: The address to listen on; other machines reach no loopback address.
+        seconds: The time limit of a call.
+        most_bytes: The largest size of a request.
+
+    Attributes:
+        url: The address, `http://HOST:PORT`; after `start`.
+    """
+
+    def __init__(
+        self,
+        service: EngineService,
+        codec: TextCodec,
+        sampling: SamplingOptions,
+        *,
+        context: int,
+        model: str = "policy",
+        host: str = _LOOPBACK,
+        seconds: float = 600.0,
+        most_bytes: int = 2**24,
+    ) -> None:
+        self._sampler, self._context, self._model, self._host = Sampler(service, codec, sampling), context, model, host
+        self._seconds, self._most_bytes = seconds, most_bytes
+        self._sessions = dict[str, Session]()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Listen in a thread, on a port that is free.
+
+        Raises:
+            ValueError: The host is no address of this machine.
+            ImportError: The extra `gateway` is not installed.
+        """
+        import uvicorn  # of the extra
+
+        try:
+            listener = socket.create_server((self._host, 0), backlog=2048)
+        except OSError as error:
+            raise ValueError(f"host={self._host!r}: {error}; give an address of this machine") from error
+        self.url = f"http://{self._host}:{listener.getsockname()[1]}"
+        config = uvicorn.Config(self.app(), log_level="warning", access_log=False, lifespan="off", ws="none")
+        self._server, started = uvicorn.Server(config), threading.Event()
+
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            started.set()
+            await self._server.serve(sockets=[listener])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True, name="gateway")
+        self._thread.start()
+        started.wait()
+
+    def close(self) -> None:
+        """End all sessions, and stop listening."""
+        for session in list(self._sessions.values()):
+            self.end(session)
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = self._server.force_exit = True
+            self._thread.join(10.0)
+            self._server = None
+
+    def add(self, session: Session) -> Session:
+        """Let clients with the session's key draw."""
+        self._sessions[session.key] = session
+        return session
+
+    def base_url(self, session: Session) -> str:
+        """Return the base URL for OpenAI's clients; it has the session's key."""
+        return f"{self.url}{_PREFIX.format(key=session.key)}/v1"
+
+    def end(self, session: Session) -> None:
+        """End a session: what it draws ends, and later calls are refused."""
+        self._sessions.pop(session.key, None)
+        if self._loop is None or self._loop.is_closed():
+            session.end()
+        else:
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(session.end)
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        from starlette.applications import Starlette  # of the extra
+        from starlette.exceptions import HTTPException
+        from starlette.routing import Route
+
+        def reply(error: ApiError) -> Response:
+            return _json(error.to_json(), error.status)
+
+        async def failed(_: Request, error: Exception) -> Response:
+            if isinstance(error, ApiError):
+                return reply(error)
+            if isinstance(error, HTTPException):
+                return reply(ApiError(error.status_code, f"{error.detail}; see the paths of /v1/models"))
+            return reply(ApiError(500, f"{type(error).__name__}: {error}"))
+
+        routes = [
+            Route(prefix + path, endpoint, methods=methods)
+            for path, (endpoint, methods) in self._endpoints().items()
+            for prefix in ("", _PREFIX)
+        ]
+        handlers: dict[Any, Any] = {ApiError: failed, HTTPException: failed, Exception: failed}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _endpoints(self) -> dict[str, tuple[Callable[[Request], Awaitable[Response]], list[str]]]:
+        posts = {path: (self._answers(dialect), ["POST"]) for path, dialect in _DIALECTS.items()}
+        return {
+            **posts,
+            "/v1/models": (self._models, ["GET"]),
+            "/v1/models/{model:path}": (self._models, ["GET"]),
+            "/v1/reward": (self._reward, ["POST"]),
+        }
+
+    def _session(self, request: Request) -> Session:
+        """Return the session of a request's key."""
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.path_params.get("key") or bearer
+        if (session := self._sessions.get(key)) is None:
+            raise ApiError(401, "the key is that of no open session; give the session's key", code="invalid_api_key")
+        return session
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        entry = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rl-train",
+            "max_model_len": self._context,
+        }
+        if (name := request.path_params.get("model")) is None:
+            return _json({"object": "list", "data": [entry]})
+        self._check_model(name)
+        return _json(entry)
+
+    async def _reward(self, request: Request) -> Response:
+        """Take the reward of an episode from its client."""
+        session, values = self._session(request), await self._body(request)
+        reward = values.get("reward") if isinstance(values, dict) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or abs(reward) > 3e38 or reward != reward:
+            raise ApiError(
+                400, f"reward={reward!r:.50} must be a number that is finite in fp32", "reward", "invalid_value"
+            )
+        session.reward = float(reward)
+        return _json({"reward": session.reward})
+
+    def _answers(self, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            session = self._session(request)
+            call = dialect(await self._body(request), self._sampler.codec, session)
+            self._check_model(call.model)
+            overridden = call.sampled.check(self._sampler.sampling)
+            session.overridden.update(overridden)
+            headers = {"x-overridden": ",".join(overridden)} if overridden else {}
+            drawing = self._drawing(call, session)
+            if call.stream:
+                return await _stream(self._chunks(call, drawing, session), headers)
+            return _json(await _unless_gone(self._whole(call, drawing, session), request), headers=headers)
+
+        return endpoint
+
+    async def _body(self, request: Request) -> Any:
+        """Return the JSON values of a request."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._most_bytes:
+                raise ApiError(413, f"the request has more than {self._most_bytes} bytes", code="request_too_large")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model):
+            raise ApiError(
+                404, f"there is no model {name!r:.100}; the model is {self._model!r}", "model", "model_not_found"
+            )
+
+    @cached_property
+    def _largest_token(self) -> int:
+        return max(self._sampler.codec.vocabulary.values())
+
+    def _drawing(self, call: Dialect, session: Session) -> Drawing:
+        """Return what a call draws, within the limits of the run."""
+        room = self._context - len(call.recorded.tokens)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(call.recorded.tokens)} tokens, and prompt and response at most {self._context}; "
+                "shorten the prompt",
+                call.field,
+                "context_length_exceeded",
+            )
+        if (largest := max(call.recorded.tokens)) > self._largest_token:
+            raise ApiError(
+                400, f"the prompt has the token {largest}, and the largest is {self._largest_token}", "prompt"
+            )
+        limit = min(room, self._sampler.sampling.max_new_tokens, call.limit or room)
+        seed = session.draw_seed(call.recorded.tokens, call.sampled.seed)
+        return Drawing(call.recorded.tokens, limit, call.sampled.n or 1, seed, call.sampled.stops, call.stream)
+
+    async def _grow(self, drawing: Drawing, session: Session) -> AsyncGenerator[Choice, None]:
+        """Draw the choices of a call within its time, as long as the episode goes on."""
+        try:
+            async with asyncio.timeout(self._seconds), aclosing(self._sampler.grow(drawing, session.tasks)) as grown:
+                async for choice in grown:
+                    yield choice
+        except asyncio.CancelledError:
+            if session.ended:
+                raise episode_ended() from None
+            raise
+        except TimeoutError:
+            raise ApiError(504, f"the call took longer than {self._seconds:g} s", code="deadline") from None
+
+    async def _whole(self, call: Dialect, drawing: Drawing, session: Session) -> dict[str, Any]:
+        with session.call(drawing) as (drawing, choices):
+            async with aclosing(self._grow(drawing, session)) as grown:
+                choices += [choice async for choice in grown if choice.finish is not None]
+        choices.sort(key=lambda choice: choice.index)
+        for choice in choices:
+            self._record(call, choice, session)
+        return call.reply(drawing, choices, [call.whole(choice) for choice in choices])
+
+    async def _chunks(self, call: Dialect, drawing: Drawing, session: Session) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a stream, the first one before anything is drawn."""
+        sent = [(0, 0)] * drawing.count  # of each choice: the characters and tokens that the client has
+        with session.call(drawing) as (drawing, choices):
+            yield call.reply(drawing, (), [])
+            async with aclosing(self._grow(drawing, session)) as grown:
+                async for choice in grown:
+                    text, (characters, tokens) = shown(choice, drawing.stops), sent[choice.index]
+                    sent[choice.index] = max(len(text), characters), len(choice.response.tokens)
+                    if choice.finish is not None:
+                        choices.append(choice)
+                        self._record(call, choice, session)
+                    yield call.reply(drawing, (), [call.part(choice, text[characters:], tokens)])
+        if call.stream_options.include_usage:
+            yield call.reply(drawing, (), []) | {"usage": usage(drawing, choices)}
+
+    def _record(self, call: Dialect, choice: Choice, session: Session) -> None:
+        part, truncated = part_of(choice.response), choice.finish == "length"
+        session.recorder.record(call.recorded, part, call.message(choice), truncated=truncated)
+
+
+async def _unless_gone(work: Any, request: Request) -> Any:
+    """Return the result of a coroutine; when the client has gone, cancel it."""
+    task = asyncio.ensure_future(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+
+
+async def _stream(chunks: AsyncGenerator[dict[str, Any], None], headers: dict[str, str]) -> Response:
+    """Return a stream of server-sent events; errors before the first chunk are raised, later ones are an event."""
+    from starlette.responses import StreamingResponse  # of the extra
+
+    first = await anext(chunks)
+
+    async def events() -> AsyncIterator[str]:
+        async with aclosing(chunks):
+            try:
+                if first["choices"]:
+                    yield _event(first)
+                async for chunk in chunks:
+                    yield _event(chunk)
+            except ApiError as error:
+                yield _event(error.to_json())
+            except Exception as error:
+                yield _event(ApiError(500, f"{type(error).__name__}: {error}").to_json())
+            else:
+                yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+def _event(values: dict[str, Any]) -> str:
+    return f"data: {json.dumps(values)}\n\n"
+
+
+def _json(values: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    from starlette.responses import JSONResponse  # of the extra
+
+    return JSONResponse(values, status, headers)

@@ -1,0 +1,1 @@
+from rl_train.trajectories.recorder import Recorder as Recorder

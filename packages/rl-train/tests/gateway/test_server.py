@@ -1,0 +1,311 @@
+"""The endpoint in this process: its answers, its errors, its limits and its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from rl_train.data.codec import TextCodec
+from rl_train.gateway.sessions import Limits
+
+from .endpoint import CONTEXT, Endpoint, codec
+
+CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+QUESTION = {"role": "user", "content": "6*7?"}
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'I ask.<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return codec(tmp_path_factory.mktemp("tokenizer"))
+
+
+def body(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": list(messages) or [QUESTION], **fields}
+
+
+def chunks(reply: Any) -> list[Any]:
+    """Return the chunks of a stream."""
+    events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_a_chat_is_answered_and_recorded(tokenizer: TextCodec) -> None:
+    endpoint = Endpoint(tokenizer, lambda prompt: "forty-two")
+    reply = endpoint.post(CHAT, body(logprobs=True, n=2, return_token_ids=True)).json()
+    ids = [*tokenizer.encode("forty-two"), tokenizer.vocabulary["<|im_end|>"]]
+    prompt = tokenizer.chat([QUESTION], None)
+    assert reply["object"] == "chat.completion"
+    assert reply["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 2 * len(ids),
+        "total_tokens": len(prompt) + 2 * len(ids),
+    }
+    for index, choice in enumerate(reply["choices"]):
+        assert choice["index"] == index
+        assert choice["message"] == {"role": "assistant", "content": "forty-two", "refusal": None}
+        assert (choice["finish_reason"], choice["token_ids"]) == ("stop", ids)
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-n / 8 for n in range(len(ids))]
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "forty-two<|im_end|>"
+    for call in endpoint.record.recorded:
+        assert (call.tokens, call.part.tokens, call.truncated) == (prompt, ids, False)
+        assert call.part.fields["version"].tolist() == [3] * len(ids)
+        assert call.answer == {"role": "assistant", "content": "forty-two"}
+    first, second = (request for request, _ in endpoint.script.requests)
+    assert first.seed != second.seed
+    assert endpoint.session.calls == 1
+    assert endpoint.session.tokens == 2 * len(ids)
+
+
+def test_seeds(tokenizer: TextCodec) -> None:
+    """A client's seed gives the same draws again; without one every call has another, equal in an equal session."""
+    seeds = []
+    for _ in range(2):
+        endpoint = Endpoint(tokenizer, lambda prompt: "x")
+        for fields in ({}, {}, {"seed": 5}, {"seed": 5}, {"seed": 6}):
+            endpoint.post(CHAT, body(**fields))
+        seeds.append([request.seed for request, _ in endpoint.script.requests])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][2] == seeds[0][3]
+    assert len(set(seeds[0])) == 4
+
+
+def test_calls_of_tools(tokenizer: TextCodec) -> None:
+    """A call is a tool call; its message, its result and a following question go on."""
+    for stream in (False, True):
+        endpoint = Endpoint(tokenizer, lambda prompt: CALL if "42<|im_end|>" not in prompt else "It is 42.")
+        reply = endpoint.post(CHAT, body(tools=[TOOL], stream=stream))
+        if stream:
+            choice = chunks(reply)[-1]["choices"][0]
+            (call,) = choice["delta"]["tool_calls"]
+            assert call.pop("index") == 0
+            message = {"role": "assistant", "content": choice["delta"]["content"], "tool_calls": [call]}
+        else:
+            choice = reply.json()["choices"][0]
+            message = {name: value for name, value in choice["message"].items() if value is not None}
+        assert choice["finish_reason"] == "tool_calls"
+        assert message["content"] == "I ask."
+        assert message["tool_calls"][0]["function"] == {"name": "multiply", "arguments": '{"a": 6}'}
+        assert len(message["tool_calls"][0]["id"]) == 9  # Mistral's templates refuse others
+        assert endpoint.record.recorded[-1].answer == message
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+        reply = endpoint.post(CHAT, body(QUESTION, message, result, tools=[TOOL])).json()
+        assert reply["choices"][0]["message"]["content"] == "It is 42."
+        # The drawn tokens, whose call has other spaces than the template's, stay as they are.
+        first, second = endpoint.record.recorded[-2:]
+        assert second.tokens[: len(first.tokens + first.part.tokens)] == first.tokens + first.part.tokens
+        assert tokenizer.decode(second.tokens).endswith("\ntool\n42\nassistant\n")
+        assert [len(sample.parts) for sample in endpoint.record.samples] == [2]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call"])
+def test_text_that_is_no_call_stays_text(tokenizer: TextCodec, text: str) -> None:
+    endpoint = Endpoint(tokenizer, lambda prompt: text)
+    choice = endpoint.post(CHAT, body(tools=[TOOL])).json()["choices"][0]
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": text, "refusal": None},
+        "stop",
+    )
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_streams(tokenizer: TextCodec, path: str) -> None:
+    """The parts of a stream are those of the whole answer: text, log-probs, ids, and usage at the end."""
+    text = "a long answer with an é, " * 5
+    endpoint = Endpoint(tokenizer, lambda prompt: text)
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "n": 2, "return_token_ids": True}
+    if path == CHAT:
+        values = body(**fields, logprobs=True)
+    else:
+        prompt = "<|im_start|>assistant\n"
+        values = {"model": "policy", "prompt": prompt, "max_tokens": 150, "logprobs": 0, **fields}
+    parts = chunks(endpoint.post(path, values))
+    ids = [*tokenizer.encode(text), tokenizer.vocabulary["<|im_end|>"]]
+    assert parts[-1]["usage"]["completion_tokens"] == 2 * len(ids)
+    for index in range(2):
+        entries = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == index]
+        assert len(entries) > 2
+        texts = [entry["delta"].get("content", "") if path == CHAT else entry["text"] for entry in entries]
+        assert "".join(texts) == text
+        assert [token for entry in entries for token in entry["token_ids"]] == ids
+        names = (lambda p: [t["logprob"] for t in p["content"]]) if path == CHAT else lambda p: p["token_logprobs"]
+        assert [value for entry in entries for value in names(entry["logprobs"])] == [-n / 8 for n in range(len(ids))]
+        assert [entry["finish_reason"] for entry in entries] == [None] * (len(entries) - 1) + ["stop"]
+    assert [call.part.tokens for call in endpoint.record.recorded] == [ids, ids]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_texts(tokenizer: TextCodec, stream: bool) -> None:
+    """The text ends before a stop text, the tokens with the token that completes it; no part of it is streamed."""
+    text = "0123456789" * 3 + "Obs then " + "Observation: 5, and more text than a part has"
+    endpoint = Endpoint(tokenizer, lambda prompt: text)
+    reply = endpoint.post(CHAT, body(stop=["Observation:", "never"], stream=stream))
+    before = text[: text.index("Observation:")]
+    if stream:
+        parts = chunks(reply)
+        answer = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        answer, finish = (reply.json()["choices"][0][name] for name in ("message", "finish_reason"))
+        assert (answer["content"], finish) == (before, "stop")
+        answer = answer["content"]
+    assert answer == before
+    assert endpoint.record.recorded[0].part.tokens == tokenizer.encode(before + "Observation:")
+    assert len(endpoint.record.recorded[0].part.fields["log_probs"]) == len(before + "Observation:")
+
+
+def test_lengths(tokenizer: TextCodec) -> None:
+    """A response ends at the client's limit, at the run's, and where the context ends."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x" * 999)
+    prompt = len(tokenizer.chat([QUESTION], None))
+    long = {"role": "user", "content": "y" * 300}
+    room = CONTEXT - prompt - 296
+    for fields, length in (({"max_tokens": 5}, 5), ({"max_completion_tokens": 7}, 7), ({}, 200)):
+        choice = endpoint.post(CHAT, body(**fields)).json()["choices"][0]
+        assert (len(choice["message"]["content"]), choice["finish_reason"]) == (length, "length")
+    assert len(endpoint.post(CHAT, body(long)).json()["choices"][0]["message"]["content"]) == room
+    assert all(call.truncated for call in endpoint.record.recorded)
+
+
+def test_ids_in_and_out(tokenizer: TextCodec) -> None:
+    """vLLM's dialect of ids."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "abc")
+    prompt = tokenizer.chat([QUESTION], None)
+    values = {"token_ids": prompt, "sampling_params": {"max_tokens": 8, "logprobs": 1, "temperature": 0.5}}
+    reply = endpoint.post(IDS, values)
+    ids = [*tokenizer.encode("abc"), tokenizer.vocabulary["<|im_end|>"]]
+    (choice,) = reply.json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids, "stop")
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in ids]
+    assert "x-overridden" not in reply.headers
+    assert [(call.tokens, call.part.tokens) for call in endpoint.record.recorded] == [(prompt, ids)]
+
+
+def test_sampling_options_are_the_runs(tokenizer: TextCodec) -> None:
+    """The run's options draw; the answer and the session say which of the client's differ."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    reply = endpoint.post(CHAT, body(temperature=1, top_p=1.0, top_k=-1, min_p=0.1, frequency_penalty=0))
+    assert reply.headers["x-overridden"] == "temperature,min_p"
+    assert endpoint.session.overridden == {"temperature": 1, "min_p": 1}
+    ((_, sampling),) = endpoint.script.requests
+    assert (sampling.temperature, sampling.min_p) == (0.5, 0.0)
+
+
+IMAGE = {"url": "file:///etc/passwd"}
+REFUSED = {
+    "messages": (body(model="policy") | {"messages": []}, 400, "messages"),
+    "a bad role": (body({"role": "robot", "content": "x"}), 400, "messages"),
+    "no content": (body({"role": "user"}), 400, "messages"),
+    "an image": (body({"role": "user", "content": [{"type": "image_url", "image_url": IMAGE}]}), 400, "messages"),
+    "a result without an id": (body(QUESTION, {"role": "tool", "content": "x"}), 400, "messages"),
+    "arguments": (
+        body(QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+        400,
+        "messages",
+    ),
+    "an answer at the end": (body(QUESTION, {"role": "assistant", "content": "x"}), 400, "messages"),
+    "a long prompt": (body({"role": "user", "content": "x" * CONTEXT}), 400, "messages"),
+    "another model": (body() | {"model": "gpt-5"}, 404, "model"),
+    "no model": ({"messages": [QUESTION]}, 400, "model"),
+    "temperature NaN": (body(temperature=float("nan")), 400, "temperature"),
+    "temperature below 0": (body(temperature=-1), 400, "temperature"),
+    "temperature as text": (body(temperature="1"), 400, "temperature"),
+    "n": (body(n=0), 400, "n"),
+    "too large n": (body(n=10**9), 400, "n"),
+    "max_tokens": (body(max_tokens=0), 400, "max_tokens"),
+    "an empty stop": (body(stop=[""]), 400, "stop"),
+    "a penalty": (body(frequency_penalty=0.5), 400, "frequency_penalty"),
+    "a schema": (body(response_format={"type": "json_object"}), 400, "response_format"),
+    "likely tokens": (body(logprobs=True, top_logprobs=5), 400, "top_logprobs"),
+    "a forced tool": (body(tools=[TOOL], tool_choice="required"), 400, "tool_choice"),
+    "an unknown field": (body(wings=2), 400, "wings"),
+    "other ends": (body(stop_token_ids=[5]), 400, "stop_token_ids"),
+    "no end": (body(ignore_eos=True), 400, "stop_token_ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_errors_in_openais_form(tokenizer: TextCodec, name: str) -> None:
+    values, status, param = REFUSED[name]
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    reply = endpoint.post(CHAT, values)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (status, param), error
+    assert error["message"]
+    assert error["type"]
+    assert not endpoint.record.recorded
+    assert endpoint.session.calls == 0
+
+
+def test_other_mistakes(tokenizer: TextCodec) -> None:
+    endpoint = Endpoint(tokenizer, lambda prompt: "x", most_bytes=1000)
+    vocabulary = len(tokenizer.vocabulary)
+    for reply, status, code in (
+        (endpoint.post(CHAT, b"{"), 400, "invalid_json"),
+        (endpoint.post(CHAT, b"[]"), 400, None),
+        (endpoint.post(CHAT, b"[" * 900), 400, "invalid_json"),
+        (endpoint.post(CHAT, body({"role": "user", "content": "x" * 2000})), 413, "request_too_large"),
+        (endpoint.post(CHAT, body(), key="sk-wrong"), 401, "invalid_api_key"),
+        (endpoint.post(CHAT, body(), key=""), 401, "invalid_api_key"),
+        (endpoint.post("/sessions/other" + CHAT, body()), 401, "invalid_api_key"),
+        (endpoint.request("GET", "/v1/models", key="x"), 401, "invalid_api_key"),
+        (endpoint.request("GET", CHAT), 405, None),
+        (endpoint.post("/v1/embeddings", body()), 404, None),
+        (endpoint.post(IDS, {"token_ids": [vocabulary], "sampling_params": {}}), 400, None),
+        (endpoint.post(IDS, {"token_ids": [-1], "sampling_params": {}}), 400, "invalid_value"),
+        (endpoint.post(IDS, {"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}), 400, "unsupported_value"),
+        (endpoint.post(TEXT, {"model": "policy", "prompt": "x", "logprobs": 3}), 400, "invalid_value"),
+        (endpoint.post(TEXT, {"model": "policy", "prompt": "x", "echo": True}), 400, "unsupported_value"),
+        (endpoint.post("/v1/reward", {"reward": "high"}), 400, "invalid_value"),
+    ):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
+    assert not endpoint.script.requests
+
+
+def test_tools_that_the_template_drops_are_refused(tmp_path: Path) -> None:
+    from ..data.chat_families import NO_TOOLS, save_tokenizer
+
+    save_tokenizer(tmp_path, NO_TOOLS)
+    endpoint = Endpoint(TextCodec(tmp_path), lambda prompt: "x")
+    reply = endpoint.post(CHAT, body(tools=[TOOL]))
+    assert reply.status_code == 400
+    assert "leaves out the name of the tool multiply" in reply.json()["error"]["message"]
+    assert endpoint.post(CHAT, body(tools=[TOOL], tool_choice="none")).status_code == 200
+
+
+def test_models_and_keys(tokenizer: TextCodec) -> None:
+    """The key stands in the header or in the path, and reaches its session alone."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    assert [entry["id"] for entry in endpoint.request("GET", "/v1/models").json()["data"]] == ["policy"]
+    path = f"/sessions/{endpoint.session.key}"
+    assert endpoint.request("GET", path + "/v1/models/policy", key="").json()["max_model_len"] == CONTEXT
+    assert endpoint.request("GET", "/v1/models/other").status_code == 404
+    assert endpoint.post(path + CHAT, body(), key="").status_code == 200
+    assert endpoint.post("/v1/reward", {"reward": 0.5}).json() == {"reward": 0.5}
+    assert endpoint.session.reward == 0.5
+    endpoint.gateway.end(endpoint.session)
+    assert endpoint.post(CHAT, body()).status_code == 401
+
+
+def test_limits_of_an_episode(tokenizer: TextCodec) -> None:
+    """The last response has the tokens that are left; then calls are refused, and clients do not repeat them."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x" * 50, Limits(calls=3, tokens=70))
+    replies = [endpoint.post(CHAT, body()) for _ in range(3)]
+    assert [reply.status_code for reply in replies] == [200, 200, 400]
+    assert [len(call.part.tokens) for call in endpoint.record.recorded] == [51, 19]
+    assert replies[2].json()["error"]["code"] == "episode_tokens"
+    assert (endpoint.session.tokens, endpoint.session.limited) == (70, "tokens")
+    endpoint = Endpoint(tokenizer, lambda prompt: "x", Limits(calls=1))
+    replies = [endpoint.post(CHAT, body()) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    assert replies[1].json()["error"]["code"] == "episode_calls"
+    endpoint = Endpoint(tokenizer, lambda prompt: "x", Limits(tokens=7))
+    assert endpoint.post(CHAT, body(n=8, stream=True)).json()["error"]["code"] == "episode_tokens"
