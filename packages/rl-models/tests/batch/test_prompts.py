@@ -26,6 +26,7 @@ def test_responses_stand_behind_other_prompts_and_numbers_come_back() -> None:
     assert other.batch.sampling_mask.tolist() == [[], [3], [], [5, 6], [], [], [], [], [], [9], [10]]
     tokens = other.batch.tokens
     assert other.aligned(tokens).tolist() == [0, 0, 3, 4, 5, 0, 0, 0, 9, 10]
+    assert other.aligned(tokens, -1).tolist() == [-1, -1, 3, 4, 5, -1, -1, -1, 9, 10]
     wide = other.aligned(torch.stack((tokens, -tokens), 1).float())
     assert wide.tolist() == [[x, -x] for x in (0, 0, 3, 4, 5, 0, 0, 0, 9, 10)]
 

@@ -139,3 +139,23 @@ def test_files_of_a_data_set_on_a_hub(model: Path, tmp_path: Path, monkeypatch: 
     assert asked == [("org/letters@v1", "dataset")]
     with pytest.raises(ValueError, match="org/letters:main/other has no lines"):
         read_prompts(Path("org/letters:main/other"), model, 99)
+
+
+def test_the_teachers_prompt_is_a_column_of_the_same_kind(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        json.dumps({"text": "ab", "hint": "abc"}) + "\n" + json.dumps({"tokens": [4], "hint": [5, 6]}) + "\n"
+    )
+    one, two = read_prompts(path, model, None, teacher="hint")
+    (plain,) = read_prompts(path, model, None, rows=[{"text": "abc"}])
+    assert one.teacher == plain.tokens != one.tokens
+    assert (two.tokens, two.teacher) == ([4], [5, 6])
+    assert read_prompts(path, model, None)[0].teacher is None
+    for row, message in {
+        '{"text": "ab"}': "line 1: there is no column 'hint' with the teacher's prompt; the columns are text",
+        '{"text": "ab", "hint": 3}': "the teacher's prompt, column 'hint': \"text\" must be a string, got int",
+        '{"tokens": [4], "hint": [99]}': r"token ids \[99\] are outside the vocabulary of 30",
+    }.items():
+        path.write_text(row)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(path, model, None, teacher="hint")

@@ -9,8 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from parallel_models import SamplingOptions
 from rl_train.engines import Native
@@ -31,7 +33,8 @@ class Server(ThreadingHTTPServer):
         self.process, self.paused, self.calls = "one", False, list[tuple[str, dict[str, Any]]]()
         self.weights, self.answers = dict[str, Tensor](), dict[str, Answer | int]()
         self.settings: dict[str, Any] = {"logprobs_mode": log_probs, "max_model_len": 24}
-        self.vocab_size = vocab_size
+        self.vocab_size, self.model = vocab_size, model
+        self.reader: Any = None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -39,7 +42,7 @@ class Server(ThreadingHTTPServer):
         if path == "/server_info":
             return {"vllm_config": {"model_config": self.settings, "instance_id": self.process}}
         if path == "/v1/models":
-            return {"data": [{"id": "letters"}]}
+            return {"data": [{"id": "letters", "max_model_len": self.settings["max_model_len"]}]}
         if path == "/v1/completions":
             assert not self.paused
             return {"choices": self.choices(body)}
@@ -58,7 +61,9 @@ class Server(ThreadingHTTPServer):
         return {"success": True}
 
     def choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Draw the choices of a completion."""
+        """Draw the choices of a completion, or read its prompt."""
+        if "prompt_logprobs" in body:
+            return [{"prompt_token_ids": body["prompt"], "prompt_logprobs": self.read(**body)}]
         options = {name: body[name] for name in ("n", "temperature", "top_p")} | {"top_k": body["top_k"] or None}
         sampling = SamplingOptions(body["max_tokens"], stop_ids=body["stop_token_ids"], **options)
         with self.lock:
@@ -73,6 +78,20 @@ class Server(ThreadingHTTPServer):
             }
             for index, response in enumerate(responses)
         ][::-1]
+
+    @torch.no_grad()
+    def read(self, prompt: list[int], prompt_logprobs: int, **_: Any) -> list[dict[int, Any] | None]:
+        """Return the log-probs of a prompt's tokens and of the likeliest, by transformers."""
+        if self.reader is None:
+            self.reader = AutoModelForCausalLM.from_pretrained(self.model)
+        rows = self.reader(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return [
+            None,
+            *(
+                {id: {"logprob": float(row[id])} for id in [token, *row.topk(prompt_logprobs).indices.tolist()]}
+                for token, row in zip(prompt[1:], rows, strict=False)
+            ),
+        ]
 
 
 class Handler(BaseHTTPRequestHandler):

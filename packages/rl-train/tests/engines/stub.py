@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Response, Responses
+from rl_train.engines.sequence_log_probs import SequenceLogProbs
 from rl_train.weight_sync.buckets import NamedTensors
 
 
@@ -40,6 +41,10 @@ class Stub:
 
     def load(self, named_tensors: NamedTensors) -> None:
         self.weights = {name: tensor.clone() if self.keep else tensor for name, tensor in named_tensors}
+
+    def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
+        rows = [[{}, *({token: -1.0, -1 - token: -2.0} for token in row[1:])] for row in sequences]
+        return [SequenceLogProbs.of(tokens, row, top_k) for tokens, row in zip(sequences, rows, strict=True)]
 
     def sleep(self) -> None:
         self.asleep = True

@@ -245,6 +245,12 @@ def test_chunks_have_about_equal_tokens(two: Group) -> None:
     assert not two.engines._queues([], SAMPLING)[0]
 
 
+def test_an_engine_in_a_process_reads_sequences(two: Group) -> None:
+    (result,) = two.engines.engines[0].call("read", [[1, 2, 3]], 1)
+    assert result.log_probs.tolist() == [0, -1, -1]
+    assert result.top_ids.tolist() == [[-1, -1], [2, -3], [3, -4]]
+
+
 def test_it_works_in_the_background(actor: Actor, model: Path, two: Group, expected: Batch) -> None:
     engine = two.on_ranks(actor, model)
     engine.update_weights(actor, 1)

@@ -89,6 +89,28 @@ def test_log_probs_are_the_actor_s(actor: Actor, engine: VllmEngine) -> None:
     assert not torch.equal(before.tokens, after.tokens)
 
 
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_it_reads_sequences_as_a_teacher(actor: Actor, engine: VllmEngine, tmp_path: Path, top_k: int) -> None:
+    engine.update_weights(actor, 2)
+    actor.save_pretrained(tmp_path / "teacher")
+    teacher = LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
+    assert isinstance(engine._local, EnginePool)
+    rows = [*PROMPTS, [7]]
+    for tokens, result in zip(rows, engine._local.engines[0].call("read", rows, top_k), strict=True):
+        log_probs = teacher(torch.tensor([tokens])).logits[0].detach().log_softmax(-1)
+        for place, ids in enumerate(result.top_ids.tolist()):
+            listed = [id for id in ids if id >= 0]
+            if not place:
+                assert listed == []
+                continue
+            row = log_probs[place - 1]
+            assert set(listed) == {tokens[place], *row.topk(top_k).indices.tolist()}
+            torch.testing.assert_close(result.top_log_probs[place, : len(listed)], row[listed], rtol=0, atol=1e-5)
+            torch.testing.assert_close(result.log_probs[place], row[tokens[place]], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="64 tokens are too many for vLLM, which reads up to 63"):
+        engine._local.engines[0].call("read", [[1] * 64], top_k)
+
+
 def test_adapters_are_synced_merged_and_alone(llama: Path, actor: Actor, engine: VllmEngine) -> None:
     lora = LoraOptions(rank=4, seed=1)
     adapted = Actor.from_pretrained(llama, device="cpu", lora=lora)

@@ -401,6 +401,27 @@ def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> N
     assert common == [set(), {1}, {2}, {3}]
 
 
+def test_each_response_stands_behind_its_teachers_prompt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    hints = {"algorithm": "on-policy-distillation", "teacher.prompts": "hint", "samples": 2}
+    loop = run(lambda *_: 1.0, **hints)
+    prompts = [replace(prompt, teacher=[9, number]) for number, prompt in enumerate(loop.checked_run.prompts)]
+    loop.checked_run, seen = replace(loop.checked_run, prompts=prompts), list[list[list[int]]]()
+
+    def with_reference(models: Models, batch: Batch, options: TrainOptions, prompts: list[list[int]]) -> Batch:
+        seen.append(prompts)
+        return batch.with_fields(reference_log_probs=torch.zeros(batch.num_tokens))
+
+    monkeypatch.setattr(Models, "with_reference", with_reference)
+    experience = loop._collect(1)[0]
+    loop._estimate(experience)
+    assert [prompt.teacher for prompt in experience.prompts for _ in range(2)] == seen[0]
+    for prompt, row, hint in zip(
+        [prompt for prompt in experience.prompts for _ in range(2)], experience.batch.split(), seen[0], strict=True
+    ):
+        assert row[: len(prompt.tokens)].tolist() == prompt.tokens
+        assert hint == [9, prompt.line - 1]
+
+
 def test_the_screen_shows_what_a_chat_asks_and_the_files_the_whole_prompt(run: Run) -> None:
     loop = run(lambda *_: 1.0, algorithm="reinforce++", steps=1, show_every=1)
     system, asked = {"role": "system", "content": "answer"}, {"role": "user", "content": "abc"}

@@ -24,6 +24,8 @@ from ckpt.training import saved_steps
 from rl_train.cli.commands import app
 from rl_train.quickstart.task import MODEL, make_checkpoint
 
+from ..engines.server import Server
+
 METRICS = (
     *("reward", "response_length", "truncated", "kl", "approx_kl", "clip_fraction", "entropy", "grad_norm"),
     *("learning_rate", "critic_loss", "critic_value_error", "tokens_per_second", "seconds", "seconds_scoring"),
@@ -212,6 +214,34 @@ def test_a_policy_learns_from_a_teacher(
     records = lines(tmp_path / "run")
     assert records[-1]["kl"] < 0.5 * records[0]["kl"]
     assert all(math.isfinite(record["reward"]) for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+@pytest.mark.parametrize("dims", ["", "dp=2"])
+def test_a_policy_learns_from_a_server(model: Path, teacher: Path, prompts: Path, tmp_path: Path, dims: str) -> None:
+    with Server(teacher) as server:
+        options = {"algorithm": "on-policy-distillation", "teacher.engine": server.url, "dims": dims, "steps": 12}
+        options |= {"prompts_per_step": 64, "epochs": 2, "objective.divergence": "reverse_kl", "teacher.top_k": 8}
+        result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / "run", **options))
+        server.shutdown()
+    assert result.exit_code == 0, result.output
+    records = lines(tmp_path / "run")
+    assert records[-1]["kl"] < 0.5 * records[0]["kl"]
+    assert sum("prompt_logprobs" in body for _, body in server.calls) == 1 + 12 * 64, "the first one is the check"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_adapters_learn_from_their_base_that_reads_more(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": x, "hint": x + "zyx"}) + "\n" for x in "abcdefgh"))
+    options = {"algorithm": "on-policy-distillation", "teacher.prompts": "hint", "lora_rank": 16, "steps": 12}
+    options |= {"prompts_per_step": 64, "epochs": 4, "learning_rate": 1e-2, "objective.divergence": "reverse_kl"}
+    result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / "run", **options))
+    assert result.exit_code == 0, result.output
+    records = lines(tmp_path / "run")
+    assert records[-1]["kl"] < 0.5 * records[0]["kl"]
 
 
 @pytest.mark.slow

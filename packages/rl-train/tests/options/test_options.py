@@ -155,6 +155,38 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
             DISTIL | {"objective.divergence": "reverse_kl", "backend": "transformers"},
             "divergence=reverse_kl needs backend=parallel, without engine.share_prefixes",
         ),
+        ({"teacher.prompts": "hint"}, "teacher.prompts=hint needs algorithm=on-policy-distillation"),
+        ({"teacher.engine": "vllm"}, "teacher.engine=vllm needs algorithm=on-policy-distillation"),
+        (DISTIL | {"teacher.devices": "4"}, "teacher.devices=4 needs teacher.engine=vllm"),
+        (DISTIL | {"teacher.top_k": 9}, "teacher.top_k=9 needs teacher.engine and objective.divergence"),
+        (DISTIL | {"teacher.engine": "native"}, "teacher.engine='native' must be vllm or http://HOST:PORT"),
+        (
+            DISTIL | {"teacher.engine": "vllm", "teacher.devices": "4,5,6", "teacher.dims": "tp=2"},
+            "teacher.engine=vllm needs teacher.devices, 2 for each engine, and a run without ray; got .*4,5,6",
+        ),
+        (
+            DISTIL | {"teacher.engine": "vllm", "teacher.devices": "4", "temperature": 0.7},
+            "reports log-probs at temperature 1, and sampling.temperature=0.7",
+        ),
+        (
+            {
+                "algorithm": "on-policy-distillation",
+                "teacher.engine": "vllm",
+                "teacher.devices": "4",
+                "reference": None,
+            },
+            "needs the teacher's folder; give reference=FOLDER",
+        ),
+        (DISTIL | {"teacher.engine": "http://a:1"}, "reference=t needs another teacher.engine than a server"),
+        (
+            {"algorithm": "on-policy-distillation", "teacher.engine": "http://a:1", "top_k": 5}
+            | {"sampling.keep_sampling_mask": True},
+            "keep_sampling_mask compares log-probs among the kept tokens",
+        ),
+        (
+            {"algorithm": "on-policy-distillation", "teacher.prompts": "hint", "teacher.engine": "vllm"},
+            "needs the teacher's folder; give reference=FOLDER, or teacher.prompts=COLUMN alone",
+        ),
         (DISTIL | {"objective.mixture": 0.5}, "objective.mixture=0.5 needs objective.divergence"),
         (DISTIL | {"objective.divergence": "jensen_shannon"}, "needs objective.mixture between 0 and 1, got None"),
         (

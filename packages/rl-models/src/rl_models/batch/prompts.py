@@ -80,8 +80,8 @@ class OtherPrompts(NamedTuple):
         other = Batch(torch.cat(tokens), lengths, torch.cat(masks), sampling_mask=drawn)
         return cls(other, torch.cat(places))
 
-    def aligned(self, per_token: Tensor) -> Tensor:
-        """Return the rows `[T, ...]` of the first batch's tokens, from the rows of `batch`; 0 for prompts."""
+    def aligned(self, per_token: Tensor, padding: int = 0) -> Tensor:
+        """Return the rows `[T, ...]` of the first batch's tokens, from the rows of `batch`; `padding` for prompts."""
         rows = per_token[self.places.to(per_token.device).clamp(min=0)]
         behind = (self.places >= 0).to(per_token.device)
-        return torch.where(behind.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+        return torch.where(behind.view(-1, *[1] * (rows.dim() - 1)), rows, padding)

@@ -9,7 +9,12 @@ from rl_models.calls.dispatch import (
     on_cpu as on_cpu,
     per_sequence as per_sequence,
 )
-from rl_models.calls.distillation import Divergence as Divergence
+from rl_models.calls.distillation import (
+    TEACHER_IDS as TEACHER_IDS,
+    TEACHER_LOG_PROBS as TEACHER_LOG_PROBS,
+    TEACHER_STATES as TEACHER_STATES,
+    Divergence as Divergence,
+)
 from rl_models.calls.generation import (
     DECODING_STEPS as DECODING_STEPS,
     PROMPT_TOKENS_COMPUTED as PROMPT_TOKENS_COMPUTED,

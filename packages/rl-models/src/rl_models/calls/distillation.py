@@ -21,7 +21,10 @@ from parallel_layers.head import Distillation, TeacherHead, TeacherTopK
 from parallel_models import Engine, Grid, model_config
 from rl_models.batch.batch import Batch
 
-STATES, IDS, LOG_PROBS = "teacher_states", "teacher_ids", "teacher_log_probs"
+# The fields of a batch with a teacher's final hidden states `[T, H]`, or its tokens and their log-probs `[T, K]`.
+TEACHER_STATES = "teacher_states"
+TEACHER_IDS = "teacher_ids"
+TEACHER_LOG_PROBS = "teacher_log_probs"
 
 
 class Divergence(NamedTuple):
@@ -59,9 +62,9 @@ def require_teacher(engine: Engine, batch: Batch, head: TeacherHead | None) -> N
     """Raise ValueError unless the batch has a teacher that the engine can learn from."""
     if not engine.distils:
         raise ValueError("a divergence needs backend='parallel' and share_prefixes=False")
-    states = batch.fields.get(STATES)
+    states = batch.fields.get(TEACHER_STATES)
     if states is None:
-        ids, log_probs = (batch.fields.get(name) for name in (IDS, LOG_PROBS))
+        ids, log_probs = (batch.fields.get(name) for name in (TEACHER_IDS, TEACHER_LOG_PROBS))
         if (
             ids is None
             or log_probs is None
@@ -70,12 +73,12 @@ def require_teacher(engine: Engine, batch: Batch, head: TeacherHead | None) -> N
             or ids.is_floating_point()
         ):
             raise ValueError(
-                f"a divergence needs the field {STATES} [T, H], or {IDS} and {LOG_PROBS} [T, K], integers and numbers; "
-                f"the batch has {sorted(batch.fields)}"
+                f"a divergence needs the field {TEACHER_STATES} [T, H], or {TEACHER_IDS} and {TEACHER_LOG_PROBS} "
+                f"[T, K], integers and numbers; the batch has {sorted(batch.fields)}"
             )
     elif head is None or states.dim() != 2 or states.shape[1] != head.weight.shape[1]:
         needed = "load_teacher_head(folder)" if head is None else f"[T, {head.weight.shape[1]}], as the teacher's head"
-        raise ValueError(f"{STATES} {list(states.shape)} needs {needed}")
+        raise ValueError(f"{TEACHER_STATES} {list(states.shape)} needs {needed}")
 
 
 def teachers(
@@ -97,10 +100,12 @@ def teachers(
             following = batch[name][indices][1:]
             return F.pad(following, (0, 0, 0, length - len(following)), value=padding)
 
-        if STATES in batch.fields:
+        if TEACHER_STATES in batch.fields:
             assert head is not None
-            teacher = replace(head, hidden=rows(STATES, 0).to(head.weight.dtype), temperature=temperature)
+            teacher = replace(head, hidden=rows(TEACHER_STATES, 0).to(head.weight.dtype), temperature=temperature)
             distillations.append(Distillation(teacher, *divergence))
         else:
-            distillations.append(Distillation(TeacherTopK(rows(IDS, -1), rows(LOG_PROBS, 0)), *divergence))
+            distillations.append(
+                Distillation(TeacherTopK(rows(TEACHER_IDS, -1), rows(TEACHER_LOG_PROBS, 0)), *divergence)
+            )
     return distillations

@@ -38,13 +38,15 @@ _JSON_TEXT = re.compile(r"""\s*\[?\s*\{(?=.*["'](role|name)["'])""", re.DOTALL)
 class Prompt:
     """One row of a file: at least one token id, the whole row, and the number of the line or row, from 1.
 
-    `chat` is a chat with images, which `load_images` loads; None without images.
+    `chat` is a chat with images, which `load_images` loads; None without images. `teacher` are the tokens of the
+    teacher's prompt, where it has one.
     """
 
     tokens: list[int]
     row: Mapping[str, Any]
     line: int
     chat: ImageChat | None = None
+    teacher: list[int] | None = None
 
 
 def read_prompts(
@@ -55,6 +57,7 @@ def read_prompts(
     system_prompt: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     columns: str = "",
+    teacher: str | None = None,
     rows: Iterable[Any] | None = None,
 ) -> list[Prompt]:
     """Read the rows of a source: `.jsonl`, `.parquet` or `.csv` files, a folder of `datasets`, an environment, a hub.
@@ -65,6 +68,7 @@ def read_prompts(
         max_tokens: Maximum number of tokens in a row; None for no maximum.
         system_prompt, tools: See `TextCodec`.
         columns: See `rl_train.data.sources.parse_columns`.
+        teacher: The column with the teacher's prompt, of the same kind as the row's prompt.
         rows: Mappings that replace the file, see `python_rows`; errors name them by `path`.
 
     Raises:
@@ -77,14 +81,15 @@ def read_prompts(
     for number, row in _rows_of(path, codec) if rows is None else python_rows(rows):
         try:
             tokens, row, chat = _parse(row, codec, fields, path if path.is_dir() else path.parent)
-            if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+            of_teacher = None if teacher is None else _parse_teacher(row, teacher, codec, seen=chat is not None)
+            if outside := [token for token in (*tokens, *(of_teacher or ())) if not 0 <= token < vocab_size]:
                 raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
             if max_tokens is not None and len(tokens) > max_tokens:
                 fix = "give a larger --max-tokens, or shorten the row"
                 raise ValueError(f"{len(tokens)} tokens are more than --max-tokens {max_tokens}; {fix}")
         except ValueError as error:
             raise ValueError(f"{place(path, number)}: {error}") from None
-        prompts.append(Prompt(tokens, row, number, chat))
+        prompts.append(Prompt(tokens, row, number, chat, of_teacher))
     if not prompts:
         raise ValueError(f"{path} has no lines; write at least one prompt into it")
     return prompts
@@ -159,6 +164,20 @@ def _parse(
     if not tokens:
         raise ValueError("no tokens")
     return tokens, value, chat
+
+
+def _parse_teacher(row: Mapping[str, Any], column: str, codec: TextCodec, *, seen: bool) -> list[int]:
+    """Return the tokens of the teacher's prompt, the column of a row whose own prompt may be `seen`, with images."""
+    if column not in row:
+        raise ValueError(f"there is no column {column!r} with the teacher's prompt; the columns are {', '.join(row)}")
+    (kind,) = _KINDS & row.keys()
+    try:
+        tokens, _, chat = _parse({kind: row[column], "tools": row.get("tools")}, codec, {}, Path())
+    except ValueError as error:
+        raise ValueError(f"the teacher's prompt, column {column!r}: {error}") from None
+    if seen or chat is not None:
+        raise ValueError(f"a row with images has no teacher's prompt, column {column!r}; leave the images out")
+    return tokens
 
 
 def _fields(row: dict[str, Any], *, exact: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ckpt.transfer import TargetShards
 from parallel_models import SamplingOptions
 from rl_models import Batch, Policy
+from rl_train.engines.sequence_log_probs import SequenceLogProbs
 from rl_train.weight_sync.buckets import NamedTensors
 from rl_train.weight_sync.transport import WeightMessage
 
@@ -200,4 +201,16 @@ class WorkerEngine(LocalEngine, Protocol):
         Raises:
             Exception: The first error of a worker that has a cause of its own.
         """
+        ...
+
+
+class ReadingEngine(Protocol):
+    """An engine with weights of its own, which reads sequences."""
+
+    def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
+        """Return the log-probs of each sequence's tokens, and of the `top_k` likeliest tokens at their places."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
         ...

@@ -18,7 +18,14 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from parallel_layers import ParallelDims
-from rl_train.engines.interface import EngineEnded, LocalEngine, ShardedEngine, StreamingEngine, WorkerEngine
+from rl_train.engines.interface import (
+    EngineEnded,
+    LocalEngine,
+    ReadingEngine,
+    ShardedEngine,
+    StreamingEngine,
+    WorkerEngine,
+)
 from rl_train.processes.child import GPU_THREADS, Child
 from rl_train.processes.host import Process, Transport
 from rl_train.processes.times import START_SECONDS
@@ -28,7 +35,11 @@ from rl_train.weight_sync.transport import WeightMessage, device_id
 
 
 def processes(
-    make: Callable[[], LocalEngine], devices: Sequence[str], *, silence: float = 60.0, timeout: float = 1800.0
+    make: Callable[[], LocalEngine | ReadingEngine],
+    devices: Sequence[str],
+    *,
+    silence: float = 60.0,
+    timeout: float = 1800.0,
 ) -> list[Process]:
     """Return engines for `EnginePool`, each in a process of this machine; `EnginePool` starts the processes.
 
@@ -151,6 +162,8 @@ class EngineServer:
                 return self._ready()
             case "generate":
                 return self._engine.begin(*self._call.arguments())()
+            case "read":
+                return cast(ReadingEngine, self._engine).read(*self._call.arguments())
             case "shards":
                 return getattr(self._engine, "shards", list)()
             case "load":

@@ -27,7 +27,8 @@ from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
 from rl_train.engines.event_loop import EventLoop, result_of
 from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
-from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of
+from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of, reading_parameters
 from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat
 from rl_train.weight_sync.sender import WeightSender, WorkersOf
 from rl_train.weight_sync.transport import BucketMissed, WeightMessage
@@ -198,6 +199,36 @@ class Vllm:
 
         drawing = self._events.submit(draw_all())
         return lambda: self._result(drawing)
+
+    def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
+        """See `ReadingEngine`; the engine keeps the weights of its checkpoint.
+
+        Raises:
+            ValueError: A sequence is as long as the engine's longest sequence, or longer.
+            RuntimeError: See `SequenceLogProbs.of`.
+            EngineEnded: A process of vLLM has ended.
+        """
+        if (longest := max(map(len, sequences), default=0)) >= self._longest:
+            raise ValueError(
+                f"{longest} tokens are too many for vLLM, which reads up to {self._longest - 1} (max_model_len)"
+            )
+
+        async def read_all() -> list[SequenceLogProbs]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._read(sequence, top_k)) for sequence in sequences]
+            return [task.result() for task in tasks]
+
+        result: list[SequenceLogProbs] = self._run(read_all())
+        return result
+
+    async def _read(self, tokens: list[int], top_k: int) -> SequenceLogProbs:
+        top_k = min(top_k, self._vocab_size - 2)
+        parameters, number = reading_parameters(top_k), str(next(self._numbers))
+        async for answer in self._llm.generate({"prompt_token_ids": tokens}, parameters, number):
+            flat = answer.prompt_logprobs
+        spans = zip(flat.start_indices, flat.end_indices, strict=True)
+        rows = [dict(zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True)) for a, b in spans]
+        return SequenceLogProbs.of(tokens, rows, top_k)
 
     def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
         """See `StreamingEngine`."""

@@ -80,6 +80,24 @@ def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, 
     )
 
 
+def reading_parameters(top_k: int) -> Any:
+    """Return vLLM's parameters of a sequence that it reads, for the log-probs of its tokens and the `top_k` likeliest.
+
+    vLLM draws one token behind it.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def prompt_of(request: Request) -> dict[str, Any]:
     """Return a prompt in the form of vLLM, which replaces the one token of each image by all tokens of the image."""
     if not request.images:

@@ -94,7 +94,9 @@ def server_facts(client: JsonClient) -> ServerFacts:
         config = client.call(_INFO)["vllm_config"]
         model, settings = client.call("/v1/models")["data"][0]["id"], config["model_config"]
         longest = int(settings["max_model_len"])
-        return ServerFacts(model, config["instance_id"], settings["logprobs_mode"], longest, _vocabulary(client, model))
+        return ServerFacts(
+            model, config["instance_id"], settings["logprobs_mode"], longest, vocabulary_of(client, model)
+        )
     except RefusedError as error:
         raise ValueError(f"{error}; {_FIXES.get(error.status, 'see the log of the server')}") from error
     except RuntimeError as error:
@@ -106,7 +108,7 @@ def server_facts(client: JsonClient) -> ServerFacts:
         ) from error
 
 
-def _vocabulary(client: JsonClient, model: str) -> int | None:
+def vocabulary_of(client: JsonClient, model: str) -> int | None:
     """Return the size of the vocabulary, which vLLM names where it refuses a token that no vocabulary has."""
     try:
         client.call("/v1/completions", {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(2**30): 0}})

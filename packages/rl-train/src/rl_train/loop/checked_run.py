@@ -29,6 +29,7 @@ from rl_train.engines.json_client import JsonClient
 from rl_train.engines.vllm import require_vllm
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
+from rl_train.loop.checked_teacher import check_teacher
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.loop.resume import changed_inputs, inputs_of
@@ -77,15 +78,21 @@ class CheckedRun:
         """Return the number of tokens of the longest prompt with the longest response."""
         return _longest(self.options, [*self.prompts, *self.eval_prompts])
 
+    @property
+    def longest_of_teacher(self) -> int:
+        """Return the number of tokens of the teacher's longest prompt with the longest response."""
+        return _longest(self.options, self.prompts, of_teacher=True)
+
     def describe(self) -> dict[str, Any]:
         """Return the run as JSON values: every resolved option, and the values derived from the options."""
         options = self.options
         critic = str(options.critic.model or options.model) if options.rule.critic else None
+        reference = options.teacher.engine if options.teacher.has_server else options.reference
         base = f"{options.model} without adapters" if options.lora is not None else str(options.model)
         return options.to_json() | {
             "stop_ids": list(self.stop_ids),
             "critic": f"a head on {options.model}" if options.critic.share_backbone else critic,
-            "reference": str(options.reference or base) if options.has_reference else None,
+            "reference": str(reference or base) if options.has_reference else None,
             "ranks": options.grid.world_size,
             "source": options.rule.source,
             "number_of_prompts": len(self.prompts),
@@ -117,8 +124,11 @@ class _PromptFiles:
     positions: int | None
     tools: list[dict[str, Any]]
 
-    def read(self, file: Path, rows: Iterable[Any] | None) -> tuple[list[Prompt], int]:
-        """Return the prompts of a file, or of rows in its place, and the number of prompts that were too long."""
+    def read(self, file: Path, rows: Iterable[Any] | None, teacher: str | None = None) -> tuple[list[Prompt], int]:
+        """Return the prompts of a file, or of rows in its place, and the number of prompts that were too long.
+
+        `teacher` is the column of the teacher's prompts.
+        """
         options = self.options
         prompts = read_prompts(
             file,
@@ -127,6 +137,7 @@ class _PromptFiles:
             system_prompt=options.data.system_prompt,
             tools=self.tools,
             columns=options.data.columns,
+            teacher=teacher,
             rows=rows,
         )
         self._check_chats(file, prompts)
@@ -138,10 +149,11 @@ class _PromptFiles:
             positions = f"the model's {self.positions} positions (max_position_embeddings in its config.json)"
             limits.append((self.positions, f"{positions}; shorten the prompt, {drop}, or take another model"))
         limit, text = min(limits)
-        fitting = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+        lengths = [max(len(prompt.tokens), len(prompt.teacher or ())) for prompt in prompts]
+        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
         if options.data.long_prompts == "refuse" and len(fitting) < len(prompts):
-            too_long = next(prompt for prompt in prompts if len(prompt.tokens) > limit)
-            raise ValueError(f"{place(file, too_long.line)}: {len(too_long.tokens)} tokens are more than {text}")
+            too_long, length = next(pair for pair in zip(prompts, lengths, strict=True) if pair[1] > limit)
+            raise ValueError(f"{place(file, too_long.line)}: {length} tokens are more than {text}")
         if not fitting:
             raise ValueError(f"{file}: all {len(prompts)} prompts have more than {limit} tokens; nothing is left")
         return fitting, len(prompts) - len(fitting)
@@ -204,7 +216,7 @@ def check_run(
             tools = environments.schemas()
 
     files = _PromptFiles(options, positions, tools)
-    prompts, dropped = files.read(options.prompts, rows)
+    prompts, dropped = files.read(options.prompts, rows, options.teacher.prompts)
     eval_file = options.evaluation.prompts
     eval_prompts, eval_dropped = ([], 0) if eval_file is None else files.read(eval_file, eval_rows)
     check_rewards(options.reward)
@@ -223,6 +235,8 @@ def check_run(
     else:
         Devices.find(options.device).require(options.grid.world_size)
     longest = _longest(options, [*prompts, *eval_prompts])
+    if options.rule.teacher:
+        check_teacher(options, _longest(options, prompts, of_teacher=True))
     cache = _check_models(options, checkpoint, cache_options(options, longest, len(eval_prompts)))
     if options.engine.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
@@ -248,8 +262,9 @@ def check_run(
     )
 
 
-def _longest(options: TrainOptions, prompts: Sequence[Prompt]) -> int:
-    return max(len(prompt.tokens) for prompt in prompts) + options.sampling.max_new_tokens
+def _longest(options: TrainOptions, prompts: Sequence[Prompt], *, of_teacher: bool = False) -> int:
+    lengths = (len((of_teacher and prompt.teacher) or prompt.tokens) for prompt in prompts)
+    return max(lengths) + options.sampling.max_new_tokens
 
 
 def _check_server(options: TrainOptions, vocab_size: int, longest: int) -> None:
@@ -272,14 +287,6 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
     if options.separate_reference:
         reference = Checkpoint(options.reference or options.model)
         require_length(cache.max_length, longest_sequence(reference))
-        if options.rule.teacher:
-            _check_teacher(TextCodec(Path(policy.path)), TextCodec(Path(reference.path)))
-            sizes = [vocabulary_size(Path(checkpoint.path)) for checkpoint in (policy, reference)]
-            if options.objective.divergence is not None and sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"objective.divergence needs vocabularies of one size, and {policy} has {sizes[0]} entries, "
-                    f"{reference} {sizes[1]}; leave objective.divergence out, or take another teacher"
-                )
         if options.backend == "parallel":
             dims = options.grid_of(options.reference_dims)
             engine = replace(engine_options(options, dims), lora=None, base_format=None)
@@ -302,18 +309,6 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         if not scales and stored_dtype(checkpoint) == torch.float16:
             raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")
     return cache_bytes
-
-
-def _check_teacher(policy: TextCodec, teacher: TextCodec) -> None:
-    """Refuse a teacher with other tokens; folders without a tokenizer are taken as they are."""
-    if not policy.available or not teacher.available:
-        return
-    ids, of_teacher = policy.vocabulary, teacher.vocabulary
-    if others := sorted(token for token, number in ids.items() if of_teacher.get(token) != number):
-        raise ValueError(
-            f"{teacher.file} and {policy.file} differ in {len(others)} tokens, such as {others[0]!r} (ids "
-            f"{of_teacher.get(others[0])} and {ids[others[0]]}); take a teacher with the policy's tokenizer"
-        )
 
 
 def _end_of_text(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
+from rl_train.loop.experience import Experience
 from rl_train.loop.folder import ADAPTERS, BEST, newest_step
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
@@ -36,23 +37,6 @@ from rl_train.trajectories.episodes import describe, episode_ids, select_episode
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
-
-
-@dataclass
-class _Experience:
-    """Responses, prompt by prompt, and their scores `[prompts, samples]`.
-
-    `scored` are the rewards of all drawn responses. `scores` may be fewer, and include the length penalty.
-    """
-
-    batch: Batch
-    scores: Tensor
-    scored: Scored
-
-    @property
-    def differs(self) -> Tensor:
-        """Say for each prompt whether the scores of its responses differ, `[prompts]`."""
-        return self.scores.amax(1) > self.scores.amin(1)
 
 
 class _NothingToLearnError(ValueError):
@@ -220,7 +204,7 @@ class Loop:
         seconds = time.monotonic() - began
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
 
-    def _say_if_equal(self, step: int, experience: _Experience) -> None:
+    def _say_if_equal(self, step: int, experience: Experience) -> None:
         """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""
         grouped = self.options.rule.groups
         scores = experience.scores if len(experience.scores) else experience.scored.scores
@@ -242,7 +226,7 @@ class Loop:
         key = f"seconds_{name}"
         self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
 
-    def _collect(self, step: int) -> tuple[_Experience, dict[str, float]]:
+    def _collect(self, step: int) -> tuple[Experience, dict[str, float]]:
         """Draw responses to a step's prompts, and describe all of them.
 
         Unless `--equal-groups` is keep, the returned responses answer only prompts whose responses differ in score; the
@@ -254,11 +238,11 @@ class Loop:
             experience = self._joined(drawn)
             return experience, self._describe(experience)
         # Compare the scores without the length penalty, which would make equal responses differ.
-        kept = [_informative(drawn[0])]
+        kept = [drawn[0].informative()]
         max_batches = options.max_batches if options.equal_groups == "resample" else 1
         while (num_missing := num_wanted - sum(len(draw.scores) for draw in kept)) > 0 and len(drawn) < max_batches:
             drawn.append(self._scored(partial(self._draws.more, num_missing)))
-            kept.append(_informative(drawn[-1]))
+            kept.append(drawn[-1].informative())
         experience = self._joined(kept)
         prompts = sum(len(draw.scores) for draw in drawn)
         if options.equal_groups == "resample" and num_missing > 0:
@@ -279,7 +263,7 @@ class Loop:
             metrics["reward_kept"] = float(experience.scores.mean())
         return experience, metrics
 
-    def _joined(self, draws: Sequence[_Experience]) -> _Experience:
+    def _joined(self, draws: Sequence[Experience]) -> Experience:
         """Join the responses of several batches, and add the penalty for length to their scores."""
         options = self.options
         batch = Batch.concatenate([draw.batch for draw in draws])
@@ -289,9 +273,9 @@ class Loop:
             penalty = losses.overlong_penalty(lengths, max_length=options.sampling.max_new_tokens, buffer=buffer)
             scores = scores + penalty.view_as(scores)
         scored = Scored.concatenate([draw.scored for draw in draws])
-        return _Experience(batch, scores, scored)
+        return Experience([prompt for draw in draws for prompt in draw.prompts], batch, scores, scored)
 
-    def _describe(self, drawn: _Experience) -> dict[str, float]:
+    def _describe(self, drawn: Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
         batch, scores, versions = drawn.batch, drawn.scores, drawn.batch[VERSION][drawn.batch.mask]
         values = {
@@ -320,7 +304,7 @@ class Loop:
             values |= {f"staleness_share@{number}": count / len(versions) for number, count in enumerate(counts)}
         return values
 
-    def _scored(self, draw: Callable[[], Drawn]) -> _Experience:
+    def _scored(self, draw: Callable[[], Drawn]) -> Experience:
         """Draw responses and score them."""
         with self._phase("generating"):
             drawn = draw()
@@ -335,9 +319,9 @@ class Loop:
         if self.writes and not self._shown:
             self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
             self._questions = {prompt.line: question(prompt.row) for prompt in drawn.prompts[:_SHOWN]}
-        return _Experience(batch, scores, scored)
+        return Experience(drawn.prompts, batch, scores, scored)
 
-    def _estimate(self, experience: _Experience) -> tuple[Batch, dict[str, float]]:
+    def _estimate(self, experience: Experience) -> tuple[Batch, dict[str, float]]:
         """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
         options, models, ids = self.options, self.models, episode_ids(experience.batch)
         acted = experience.batch.masked_counts > 0  # a program may end without a call of the policy
@@ -354,9 +338,10 @@ class Loop:
                 old, batch["log_probs"], batch.mask, batch.lengths, **bounds.model_dump()
             )
             batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
-        if options.has_reference and options.objective.divergence is None:
-            reference = models.reference_log_probs(batch, options.sampling.temperature)
-            batch = batch.with_fields(reference_log_probs=reference)
+        if options.has_reference:
+            prompts = [experience.prompts[number].teacher or [] for number in groups.tolist()]
+            batch = models.with_reference(batch, options, prompts if options.teacher.prompts else None)
+        if (reference := batch.fields.get("reference_log_probs")) is not None:
             values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
         estimates = advantages(options, batch, scores, groups)
         return batch.with_fields(**estimates), values
@@ -392,9 +377,3 @@ class Loop:
                 self.models.actor.save_pretrained(options.out / BEST)
                 self._say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")
         return values
-
-
-def _informative(drawn: _Experience) -> _Experience:
-    """Keep the responses to prompts whose responses differ in score (DAPO, section 3.2)."""
-    kept = drawn.differs.repeat_interleave(drawn.scores.shape[1])[episode_ids(drawn.batch)]
-    return _Experience(drawn.batch.select(kept.nonzero().flatten()), drawn.scores[drawn.differs], drawn.scored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from rl_models import Batch
 from rl_models.api import ModelCalls
-from rl_models.calls import ROUTING, Divergence
+from rl_models.batch import OtherPrompts
+from rl_models.calls import ROUTING, TEACHER_IDS, TEACHER_STATES, Divergence
+from rl_train.engines.teacher_engine import TeacherEngine
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 from rl_train.trajectories.episodes import with_episode_weights
@@ -22,6 +25,7 @@ class Models:
     actor: ModelCalls
     critic: ModelCalls | None = None
     reference: ModelCalls | None = None
+    teacher: TeacherEngine | None = None
 
     @property
     def trained(self) -> dict[str, ModelCalls]:
@@ -30,24 +34,39 @@ class Models:
         return {name: model for name, model in named.items() if model is not None}
 
     def estimate(self, batch: Batch, options: TrainOptions) -> Batch:
-        """Add `old_log_probs` to the batch, and what the run needs of `old_values`, `teacher_states` and `routing`."""
+        """Add `old_log_probs` to the batch, and what the run needs of `old_values` and `routing`."""
         temperature = options.sampling.temperature
         replays = options.objective.router_replay and ROUTING not in batch.fields
         predictions = self.actor.predict(batch, temperature=temperature, record_routing=replays)
         fields = {"log_probs": "old_log_probs", "values": "old_values", "routing": "routing"}
         batch = batch.with_fields(**{fields[name]: values for name, values in predictions.items() if name in fields})
-        if options.objective.divergence is not None:
-            assert self.reference is not None
-            batch = batch.with_fields(teacher_states=self.reference.states(batch))
         if self.critic is not None:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
 
-    def reference_log_probs(self, batch: Batch, temperature: float) -> Tensor:
-        """Return the log-probs of the reference `[T]`: a model, or without one the policy without its adapters."""
-        if self.reference is None:
-            return self.actor.log_probs(batch, temperature=temperature, adapters=False).log_probs
-        return self.reference.log_probs(batch, temperature=temperature).log_probs
+    def with_reference(self, batch: Batch, options: TrainOptions, prompts: Sequence[Sequence[int]] | None) -> Batch:
+        """Add `reference_log_probs` to the batch, or for a divergence the teacher's states or likeliest tokens.
+
+        The reference or teacher is an engine, a model, or without both the policy without its adapters. It reads the
+        responses behind the `prompts`, one for each (default: behind the policy's own).
+        """
+        if prompts is None:
+            return batch.with_fields(**self._read(batch, options))
+        other = OtherPrompts.of(batch, prompts)
+        fields = self._read(other.batch, options)
+        return batch.with_fields(
+            **{name: other.aligned(rows, -1 if name == TEACHER_IDS else 0) for name, rows in fields.items()}
+        )
+
+    def _read(self, batch: Batch, options: TrainOptions) -> Mapping[str, Tensor]:
+        name = options.objective.divergence
+        if self.teacher is not None:
+            return self.teacher.read(batch, options.teacher.top_k if name is not None else 0)
+        temperature = options.sampling.temperature
+        model, changes = (self.actor, {"adapters": False}) if self.reference is None else (self.reference, {})
+        if name is None:
+            return {"reference_log_probs": model.log_probs(batch, temperature=temperature, **changes).log_probs}
+        return {TEACHER_STATES: model.states(batch, **changes)}
 
     def update(self, mini_batch: Batch, options: TrainOptions) -> dict[str, float]:
         """Run one optimizer step of each model that learns; the critic's metrics begin with `critic_`."""

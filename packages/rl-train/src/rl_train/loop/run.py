@@ -19,13 +19,17 @@ from rl_models import Actor, Critic, Policy
 from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_models.backends import BACKENDS
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
+from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_on_ray import EngineOnRay
-from rl_train.engines.interface import LocalEngine, RolloutEngine
+from rl_train.engines.interface import LocalEngine, ReadingEngine, RolloutEngine
 from rl_train.engines.native import NativeEngine
 from rl_train.engines.native_ranks import native_engine
+from rl_train.engines.process import device_groups, processes
+from rl_train.engines.reading_server import ReadingServer
 from rl_train.engines.separate import SeparateEngine
+from rl_train.engines.teacher_engine import ReadingProcesses, TeacherEngine
 from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.engines.vllm_server import VllmServer
@@ -35,6 +39,7 @@ from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.models import Models
 from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.fields import device_ids
 from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
 from rl_train.report.html_report import write_page
@@ -122,10 +127,27 @@ def _models(options: TrainOptions, make: Make) -> Models:
         reference = model(
             Actor, options.reference or options.model, options.grid_of(options.reference_dims), 0.0, **dense
         )
-    if options.objective.divergence is not None:
-        assert options.reference is not None
-        actor.load_teacher_head(options.reference)
+    if options.objective.divergence is not None and options.teacher.engine is None:
+        actor.load_teacher_head(options.reference or options.model)
     return Models(actor, critic, reference)
+
+
+def _teacher(checked_run: CheckedRun) -> ReadingEngine:
+    """Return the engine of the teacher."""
+    options, teacher, timeout = checked_run.options, checked_run.options.teacher, checked_run.options.collective_timeout
+    if teacher.has_server:
+        return ReadingServer(str(teacher.engine), vocabulary_size(options.model), timeout=timeout)
+    dims = ParallelDims.parse(teacher.dims)
+    make = partial(
+        Vllm,
+        str(options.reference),
+        dims=dims,
+        memory=options.rollouts.memory,
+        dtype=plain(options.engine.dtype),
+        max_model_len=checked_run.longest_of_teacher + 1,
+    )
+    devices = device_groups(device_ids(teacher.devices) or [], dims)
+    return ReadingProcesses(processes(make, devices, timeout=timeout))
 
 
 def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
@@ -165,6 +187,10 @@ def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str
 
         models = _models(checked_run.options, make)
         once = partial(_from_first, group=workers[0].grid.everyone)
+        if checked_run.options.teacher.engine is not None:
+            tell({"phase": "starting the teacher"})
+            teacher = TeacherEngine(partial(_teacher, checked_run), workers[0].grid.everyone)
+            models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
         tell({"phase": "starting the rollouts"})
         rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
         return Loop(checked_run, models, rollouts, rewards, once, tell).run()
@@ -278,6 +304,9 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
 
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
         models = _models(options, make)
+        if options.teacher.engine is not None:
+            teacher = TeacherEngine(partial(_teacher, checked_run), None)
+            models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
         on_event({"phase": "starting the rollouts"})
         apart = options.rollouts.devices is not None
         if options.rollouts.engine != "vllm" and not apart:

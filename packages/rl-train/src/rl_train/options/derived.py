@@ -14,6 +14,7 @@ from rl_models import OptimizerOptions, PipelineOptions
 from rl_models.backends import BackendOptions
 from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS
+from rl_train.options.fields import device_ids
 from rl_train.options.options import TrainOptions
 
 
@@ -42,6 +43,14 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
         "a kl_coefficient above 0, or algorithm=on-policy-distillation",
     )
     yield "reference_dims", options.separate_reference, "a reference beside the policy"
+    teacher = options.teacher
+    yield "reference", not teacher.has_server, "another teacher.engine than a server, which has a model of its own"
+    for name in ("prompts", "engine"):
+        yield f"teacher.{name}", options.rule.teacher, "algorithm=on-policy-distillation"
+    for name in ("devices", "dims"):
+        yield f"teacher.{name}", teacher.engine == "vllm", "teacher.engine=vllm"
+    listed = teacher.engine is not None and options.objective.divergence is not None
+    yield "teacher.top_k", listed, "teacher.engine and objective.divergence"
     yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
     for name in ("clip_low", "clip_high"):
         by_algorithm = getattr(options.objective, name) == getattr(options.rule, name)
@@ -145,8 +154,7 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
                 f"{'needs objective.mixture between 0 and 1' if mixes else 'takes no objective.mixture'}, got "
                 f"{objective.mixture}"
             )
-    if rule.teacher and options.reference is None:
-        yield f"algorithm={options.algorithm} needs the teacher's folder; give reference=FOLDER"
+    yield from _mistakes_of_teacher(options)
     like = (rule.critic, rule.groups, rule.teacher)
     fitting = sorted({row.advantages for row in ALGORITHMS.values() if (row.critic, row.groups, row.teacher) == like})
     if ":" not in objective.advantages and objective.advantages not in fitting:
@@ -168,6 +176,40 @@ def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:
         yield "sampling.keep_sampling_mask with rollouts.engine=vllm needs sampling.top_k, which bounds vLLM's answers"
     if not options.sampling.temperature:
         yield "temperature=0.0 must be greater than 0: the policy learns from what it draws"
+
+
+def _mistakes_of_teacher(options: TrainOptions) -> Iterator[str]:
+    teacher, sampling = options.teacher, options.sampling
+    known = options.reference is not None or teacher.has_server
+    if options.rule.teacher and not known and (teacher.prompts is None or teacher.engine is not None):
+        yield (
+            f"algorithm={options.algorithm} needs the teacher's folder; give reference=FOLDER, or "
+            "teacher.prompts=COLUMN alone, with which the initial policy teaches"
+        )
+    if teacher.engine is None:
+        return
+    if teacher.engine != "vllm" and not teacher.has_server:
+        yield (
+            f"teacher.engine={teacher.engine!r} must be vllm or http://HOST:PORT; leave it out for a model on the "
+            "policy's ranks"
+        )
+    if sampling.temperature != 1:
+        yield (
+            f"teacher.engine={teacher.engine} reports log-probs at temperature 1, and sampling.temperature="
+            f"{sampling.temperature}; sample at temperature 1, or leave teacher.engine out"
+        )
+    if sampling.keep_sampling_mask and options.objective.divergence is None:
+        yield (
+            "sampling.keep_sampling_mask compares log-probs among the kept tokens, and teacher.engine reports those of "
+            "the vocabulary; give objective.divergence, or leave one of them out"
+        )
+    if teacher.engine == "vllm":
+        devices, ranks = device_ids(teacher.devices), ParallelDims.parse(teacher.dims).world_size
+        if options.ray or devices is None or len(devices) % ranks:
+            yield (
+                f"teacher.engine=vllm needs teacher.devices, {ranks} for each engine, and a run without ray; got "
+                f"teacher.devices={teacher.devices} and ray={options.ray}"
+            )
 
 
 def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:

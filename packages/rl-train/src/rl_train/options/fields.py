@@ -88,6 +88,11 @@ def numbers(text: str, other_values: str = "") -> tuple[int, ...]:
     return tuple(values)
 
 
+def device_ids(text: str | None) -> list[str] | None:
+    """Return the ids of devices as in CUDA_VISIBLE_DEVICES, "" for a CPU, of a text such as "4,5" or "cpu"."""
+    return None if text is None else [device.strip().replace("cpu", "") for device in text.split(",")]
+
+
 def parse_betas(text: str) -> tuple[float, ...]:
     """Parse the numbers of a text such as "0.9,0.95"."""
     try:

@@ -177,6 +177,28 @@ class ObjectiveOptions(BaseModel):
     importance: ImportanceOptions = Field(default_factory=ImportanceOptions)
 
 
+class TeacherOptions(BaseModel):
+    """The teacher of on-policy distillation, beside --reference."""
+
+    model_config = CONFIG
+
+    prompts: Text | None = None
+    """Column with the teacher's prompt, which may tell more than the policy's (default: the policy's prompt)."""
+    engine: Free[Text | None] = None
+    """Engine of the teacher: vllm on --teacher.devices, or http://HOST:PORT (default: a model on the policy's grid)."""
+    devices: Free[Text | None] = None
+    """Devices of --teacher.engine vllm, such as 4,5, or cpu."""
+    dims: Free[Text] = ""
+    """Grid of each engine on --teacher.devices, such as tp=2 (default: one device)."""
+    top_k: Count = 20
+    """Number of the teacher's likeliest tokens that an engine returns for --objective.divergence."""
+
+    @property
+    def has_server(self) -> bool:
+        """Say whether a server that runs already reads the responses."""
+        return self.engine is not None and self.engine.startswith(("http://", "https://"))
+
+
 class EvaluationOptions(BaseModel):
     """Evaluations of the policy during the run."""
 

@@ -23,6 +23,7 @@ from rl_train.options.fields import (
     Repeats,
     Text,
     as_text,
+    device_ids,
     numbers,
 )
 from rl_train.options.groups import (
@@ -33,6 +34,7 @@ from rl_train.options.groups import (
     ObjectiveOptions,
     RewardOptions,
     RolloutOptions,
+    TeacherOptions,
 )
 from rl_train.options.nested import Nested, Options
 
@@ -143,6 +145,7 @@ class TrainOptions(Options):
     ] = Field(default_factory=lambda: SamplingOptions(max_new_tokens=256))
     rollouts: RolloutOptions = Field(default_factory=RolloutOptions)
     objective: ObjectiveOptions = Field(default_factory=ObjectiveOptions)
+    teacher: TeacherOptions = Field(default_factory=TeacherOptions)
     evaluation: EvaluationOptions = Field(default_factory=EvaluationOptions)
 
     @classmethod
@@ -202,7 +205,8 @@ class TrainOptions(Options):
     @property
     def separate_reference(self) -> bool:
         """Say whether the reference is a model beside the policy, whose adapters can be left out."""
-        return self.has_reference and (self.reference is not None or self.lora is None)
+        beside = self.reference is not None or self.lora is None
+        return self.has_reference and self.teacher.engine is None and beside
 
     @property
     def batch(self) -> int:
@@ -229,5 +233,4 @@ class TrainOptions(Options):
     @property
     def engine_devices(self) -> list[str] | None:
         """Return the ids of the engines' devices, as in CUDA_VISIBLE_DEVICES; None: the policy's devices."""
-        devices = self.rollouts.devices
-        return None if devices is None else [device.strip().replace("cpu", "") for device in devices.split(",")]
+        return device_ids(self.rollouts.devices)
