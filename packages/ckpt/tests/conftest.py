@@ -61,7 +61,7 @@ GRANITE_HYBRID = {**HYBRID_TYPES, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_
 GRANITE_HYBRID |= {"shared_intermediate_size": 40, "mamba_proj_bias": True, "num_local_experts": 0}
 NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 16}
 NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 4}
-NEMOTRON |= {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20}
+NEMOTRON |= {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 # name -> (transformers configuration class, fields)
@@ -135,7 +135,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-linear": ("KimiLinearConfig", KIMI_LINEAR),
     "granite-hybrid": ("GraniteMoeHybridConfig", GRANITE_HYBRID),
     "granite-hybrid-moe": ("GraniteMoeHybridConfig", {**GRANITE_HYBRID, "num_local_experts": 4}),
-    "nemotron-h": ("NemotronHConfig", {**NEMOTRON, "use_bias": True}),
+    "nemotron-h": ("NemotronHConfig", {**NEMOTRON, "use_bias": True, "moe_latent_size": 20}),
+    "nemotron-h-plain": ("NemotronHConfig", NEMOTRON),
     "mistral3": ("Mistral3Config", {"model_type": "ministral3", "head_dim": 16, "vision_config": PIXTRAL}),
 }
 

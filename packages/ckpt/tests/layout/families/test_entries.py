@@ -55,6 +55,7 @@ MOE = [
     "kimi-linear",
     "granite-hybrid-moe",
     "nemotron-h",
+    "nemotron-h-plain",
 ]
 GRIDS = [Grid(), Grid(tp=2, pp=2), Grid(tp=4)]
 MOE_GRIDS = [Grid(), Grid(tp=2, ep=2, pp=3), Grid(tp=4, ep=2, etp=1), Grid(tp=2, ep=4, etp=2)]

@@ -14,6 +14,7 @@ from megatron_utils.gpt.config import transformer_config
 from megatron_utils.gpt.layer_spec import LayerSpec
 from megatron_utils.gpt.packed_model import Role, build_chunks, padded_vocabulary
 from megatron_utils.grid import MegatronGrid
+from megatron_utils.hybrid.description import describe_hybrid
 from parallel_layers import ModelConfig
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "e
 
 def build_hybrid(
     config: Any,
-    pattern: str,
+    pattern: str | None,
     grid: MegatronGrid,
     *,
     role: Role = "causal_lm",
@@ -53,7 +54,8 @@ def build_hybrid(
         config: The input of `ModelConfig.from_hf`, which describes embedding, attention, MLPs, experts and head. Its
             `num_hidden_layers` is the number of layers of the pattern.
         pattern: A letter for each layer: M (Mamba-2), G (gated delta network), * (attention), - (MLP), E (mixture of
-            experts); "MEM*-" has five layers.
+            experts); "MEM*-" has five layers. None: the layers and the sizes of Mamba-2 are those of the config, which
+            is one of Nemotron-H.
         grid: The active grid, without context parallelism.
         role: "causal_lm", or "value" for one fp32 number per token.
         dtype: The dtype of the parameters; `A_log` and `D` of Mamba-2 are fp32.
@@ -75,6 +77,9 @@ def build_hybrid(
             'newer: pip install "megatron-core>=0.18" (Python 3.12 or newer)'
         )
     model = ModelConfig.from_hf(config)
+    if pattern is None:
+        model, pattern, sizes = describe_hybrid(model, grid.dims.tp)
+        options = sizes | options
     _check_pattern(pattern, model)
     if grid.dims.cp > 1:
         raise ValueError(f"cp={grid.dims.cp} is not supported by hybrid models on Megatron-Core; use cp=1")

@@ -56,6 +56,12 @@ class PackedHybridModel(PackedModel, HybridModel):
         ]
         self.take_packed_batches(model, role, ropes, value_bias=value_bias)
 
+    def new_cache(self, *_: Any, **__: Any) -> None:
+        """Raise ValueError: there is no cache of states."""
+        raise ValueError(
+            "hybrid models on Megatron-Core keep no states between tokens; draw with vLLM, or use backend='parallel'"
+        )
+
     def further_params(self, packed: PackedSequence) -> dict[str, Any]:
         """Return the number of each token's sequence, `[1, T]` int32, at whose borders Mamba's state begins anew."""
         tokens = torch.arange(packed.num_tokens, dtype=packed.cu_seqlens.dtype, device=packed.cu_seqlens.device)

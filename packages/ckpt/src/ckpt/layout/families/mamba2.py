@@ -11,7 +11,15 @@ def mamba2(module: str) -> tuple[Row, ...]:
     """Return the rows of a Mamba-2 layer by its name in files. Flags: conv_bias, projection_bias."""
     convolved = "MX/tp+MG/tp+MG/tp"
     return tuple(
-        Row({f"{module}.{name}": shape}, parallel=f"linear_attn.{local}", layers="linear", when=when, keep_dtype=wide)
+        Row(
+            {f"{module}.{name}": shape},
+            # Megatron-Core's projections have no bias.
+            "" if when == "projection_bias" else f"mixer.{name}",
+            f"linear_attn.{local}",
+            layers="linear",
+            when=when,
+            keep_dtype=wide,
+        )
         for name, shape, local, when, wide in (
             ("in_proj.weight", f"MX/tp+{convolved}+MH/tp H", "in_proj.weight", None, False),
             ("in_proj.bias", f"MX/tp+{convolved}+MH/tp", "in_proj.bias", "projection_bias", False),
@@ -57,44 +65,84 @@ GRANITE_HYBRID = Family(
     attends=lambda config, layer, num_layers: False,
 )
 
-# One mixer a layer, behind one norm.
+# One mixer a layer, behind one norm, which Megatron-Core names by the kind of the layer.
+_NORM_NAMES: tuple[tuple[Layers, str, str], ...] = (
+    ("linear", "norm", "mixer.in_proj"),
+    ("full", "input_layernorm", "self_attention.linear_qkv"),
+    ("dense", "pre_mlp_layernorm", "mlp.linear_fc1"),
+    ("moe", "pre_mlp_layernorm", ""),
+)
+_NORMS = tuple(
+    Row({"norm.weight": "H"}, f"{name}.weight", "norm.weight", fused and f"{fused}.layer_norm_weight", layers=layers)
+    for layers, name, fused in _NORM_NAMES
+)
 _ATTENTION = tuple(
     dataclasses.replace(
         row,
         sources={name.replace("self_attn.", "mixer."): shape for name, shape in row.sources.items()},
         parallel=row.parallel or next(iter(row.sources)),
+        layers="full",
     )
-    for row in beside_linear(ATTENTION)
+    for row in ATTENTION
 )
-_TENSORS: tuple[tuple[Layers, str, str, str], ...] = (
-    ("dense", "up_proj.weight", "I/tp H", "up_proj.weight"),
-    ("dense", "down_proj.weight", "H I/tp", "down_proj.weight"),
-    ("dense", "up_proj.bias", "I/tp", "up_proj.bias"),
-    ("dense", "down_proj.bias", "H", "down_proj.bias"),
-    ("moe", "gate.weight", "E H", "gate.weight"),
-    ("moe", "gate.e_score_correction_bias", "E", "gate.e_score_correction_bias"),
-    ("moe", "fc1_latent_proj.weight", "MI H", "latent_in_proj.weight"),
-    ("moe", "experts.{e}.up_proj.weight", "M/etp MI", "experts.up_proj"),
-    ("moe", "experts.{e}.down_proj.weight", "MI M/etp", "experts.down_proj"),
-    ("moe", "fc2_latent_proj.weight", "H MI", "latent_out_proj.weight"),
-    ("moe", "shared_experts.up_proj.weight", "MS/tp H", "shared_experts.up_proj.weight"),
-    ("moe", "shared_experts.down_proj.weight", "H MS/tp", "shared_experts.down_proj.weight"),
+# Layers, names and shapes in files, and the names in the MLP of the native layers and of Megatron-Core (empty: none).
+_TENSORS: tuple[tuple[Layers, str, str, str, str], ...] = (
+    ("dense", "up_proj.weight", "I/tp H", "up_proj.weight", "linear_fc1.weight"),
+    ("dense", "down_proj.weight", "H I/tp", "down_proj.weight", "linear_fc2.weight"),
+    ("dense", "up_proj.bias", "I/tp", "up_proj.bias", ""),
+    ("dense", "down_proj.bias", "H", "down_proj.bias", ""),
+    ("moe", "gate.weight", "E H", "gate.weight", "router.weight"),
+    ("moe", "gate.e_score_correction_bias", "E", "gate.e_score_correction_bias", "router.expert_bias"),
+    ("moe", "fc1_latent_proj.weight", "MI H", "latent_in_proj.weight", ""),
+    ("moe", "fc2_latent_proj.weight", "H MI", "latent_out_proj.weight", ""),
+    (
+        "moe",
+        "shared_experts.up_proj.weight",
+        "MS/tp H",
+        "shared_experts.up_proj.weight",
+        "shared_experts.linear_fc1.weight",
+    ),
+    (
+        "moe",
+        "shared_experts.down_proj.weight",
+        "H MS/tp",
+        "shared_experts.down_proj.weight",
+        "shared_experts.linear_fc2.weight",
+    ),
 )
 _MIXERS = tuple(
     Row(
         {f"mixer.{name}": shape},
-        parallel=f"mlp.{local}",
+        megatron and f"mlp.{megatron}",
+        f"mlp.{local}",
         layers=layers,
         when="latent" if "latent" in name else "mlp_bias" if name.endswith("proj.bias") else None,
         # The router is fp32 beside weights of any dtype.
         keep_dtype=name.startswith("gate."),
     )
-    for layers, name, shape, local in _TENSORS
+    for layers, name, shape, local, megatron in _TENSORS
+)
+_EXPERTS = tuple(
+    Row(
+        {f"mixer.experts.{{e}}.{name}.weight": shape},
+        f"mlp.experts.local_experts.{{j}}.{megatron}.weight",
+        f"mlp.experts.{name}",
+        f"mlp.experts.{megatron}.weight{{j}}",
+        layers="moe",
+    )
+    for name, shape, megatron in (("up_proj", "M/etp MI", "linear_fc1"), ("down_proj", "MI M/etp", "linear_fc2"))
 )
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronH",
-    (*ENDS, Row({"norm.weight": "H"}), *_ATTENTION, *mamba2("mixer"), *_MIXERS),
+    (
+        *(dataclasses.replace(row, megatron=row.megatron.replace("final_layernorm", "final_norm")) for row in ENDS),
+        *_NORMS,
+        *_ATTENTION,
+        *mamba2("mixer"),
+        *_MIXERS,
+        *_EXPERTS,
+    ),
     # No row asks for the flag "shared": every mixture has shared experts.
     {
         "conv_bias": ("use_conv_bias", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
@@ -25,6 +26,8 @@ from parallel_models.engine import Loss
 from rl_models.backends.megatron.optimizer import MegatronOptimizer
 from rl_models.backends.options import MegatronOptions
 from rl_models.batch.visual import Visual
+
+_MODULE = re.compile(r"\bconv1d_(weight|bias)$")
 
 
 class MegatronEngine(Engine):
@@ -224,7 +227,8 @@ def stored_tensors(chunk: PackedGPTModel, place: ckpt.Place, layout: ckpt.Layout
     For the layout of adapters these are adapters and the value head, else the other parameters, the routers' biases and
     carried tensors.
     """
-    parameters = {local_name(name, place): x for name, x in chunk.named_parameters()}
+    # Megatron-Core 0.19 stores the parameters of Mamba-2's convolution by the names of a module.
+    parameters = {local_name(_MODULE.sub(r"conv1d.\1", name), place): x for name, x in chunk.named_parameters()}
     if isinstance(layout, ckpt.AdapterLayout):
         return {name: parameters[name] for name in layout.at(place) if name in parameters}
     tensors = {name: x for name, x in parameters.items() if ".lora." not in name}

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto Megatron-Core's GPTModel."""
+"""Loading a checkpoint onto Megatron-Core's GPTModel or HybridModel."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron_utils.gpt import (
     require_multiples,
     save_memory,
 )
+from megatron_utils.hybrid import build_hybrid
 from parallel_layers.linear import require_float8
 from parallel_models import Adapters, Grid, Role, model_config
 from parallel_models.engine import (
@@ -114,7 +115,10 @@ def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) 
     if (dtype := options.dtype or stored_dtype(checkpoint)) not in PRECISIONS:
         raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
     model = model_config(checkpoint)
-    require_expressible(model)
+    if model.has_linear_attention:
+        _require_hybrid(model.family, options)
+    else:
+        require_expressible(model)
     if any(model.moe) and grid.dims.tp > 1 and options.sequence_parallel is False:
         raise ValueError(
             f"sequence_parallel=False with tp={grid.dims.tp}: Megatron-Core trains a mixture of experts over tp with "
@@ -129,6 +133,22 @@ def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) 
         require_float8(options.float8)
     if options.tiled_mlp is not None and all(model.moe):
         raise ValueError(f"tiled_mlp={options.tiled_mlp}: {model.family} has no dense MLP; leave it out")
+
+
+def _require_hybrid(family: str, options: BackendOptions) -> None:
+    """Raise ValueError for options that no `HybridModel` offers here; `build_hybrid` checks the model."""
+    requests = {
+        "lora": options.lora is not None,
+        "float8": options.float8 is not None,
+        "tiled_mlp": options.tiled_mlp is not None,
+        "recompute": options.recompute is not None,
+        "offload_activations": options.offload_activations,
+    }
+    if refused := [name for name, is_requested in requests.items() if is_requested]:
+        raise ValueError(
+            f"backend='megatron' does not offer {', '.join(refused)} on {family}, a model of Megatron-Core's "
+            "HybridModel; leave it out, or use backend='parallel'"
+        )
 
 
 class _BuiltModel(NamedTuple):
@@ -169,8 +189,8 @@ def _build(
         extra["cp_comm_type"] = CONTEXT_PARALLEL[options.context_parallel]
     if options.float8 is not None:
         extra |= FLOAT8[options.float8]
-    chunks = build_gpt(
-        model,
+    build = partial(build_hybrid, model, None) if model.has_linear_attention else partial(build_gpt, model)
+    chunks: list[Any] = build(
         megatron,
         role=role,
         dtype=options.dtype or stored_dtype(checkpoint),
@@ -181,7 +201,10 @@ def _build(
     )
     if options.float8 is not None:
         require_multiples(chunks, options.float8)
-    save_memory(chunks, tiled_mlp=options.tiled_mlp, recompute=options.recompute, offload=options.offload_activations)
+    if not model.has_linear_attention:
+        save_memory(
+            chunks, tiled_mlp=options.tiled_mlp, recompute=options.recompute, offload=options.offload_activations
+        )
     adapters = None if options.lora is None else _add_adapters(chunks, options.lora, layout, places, checkpoint)
     if base is not None:
         require_base(nn.ModuleList(chunks), base.module)
