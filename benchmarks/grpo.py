@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,94 +106,140 @@ def of_rl_train(options: argparse.Namespace, seed: int, name: str) -> list[str]:
     return ["-m", "rl_train", "train", *(f"--{option}={value}" for option, value in values.items())]
 
 
+class TrlRun:
+    """What the trainers of TRL share: prompts, settings, and a callback that writes `metrics.jsonl` as rl-train does.
+
+    Args:
+        options: The arguments of the benchmark.
+        given: The settings of the TOML file.
+        name: The name of the run.
+        logged: The number of TRL's log that ends a step.
+        row: The columns of a row, from its chat and the row.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        given: dict[str, Any],
+        name: str,
+        logged: str,
+        row: Callable[[list[Any], dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        import pyarrow
+        import torch
+        from datasets import Dataset
+        from transformers import AutoTokenizer
+
+        self.options, self.logged = options, logged
+        rows, self.held_out = (
+            [json.loads(line) for line in (options.out / "task" / file).read_text().splitlines()]
+            for file in ("prompts.jsonl", "eval.jsonl")
+        )
+        self.system = [{"role": "system", "content": given["system_prompt"]}]
+        questions = pyarrow.Table.from_pylist([row(self.system + entry["messages"], entry) for entry in rows])
+        # Without a fingerprint datasets pickles the table, which fails with pyarrow 24.
+        self.data = Dataset(questions, fingerprint="questions")
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False)
+        self.file = options.out / name / "metrics.jsonl"
+        self.file.unlink(missing_ok=True)
+        self.config = {
+            "output_dir": str(self.file.parent / "trl"),
+            "max_steps": options.steps,
+            "learning_rate": given["learning_rate"],
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1.0,
+            "gradient_checkpointing": False,
+            "bf16": True,
+            "use_cpu": not torch.cuda.is_available(),
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "seed": options.seed,
+            "disable_tqdm": True,
+        }
+
+    def callback(self) -> Any:
+        """Return the callback of a trainer."""
+        import torch
+        from transformers import TrainerCallback
+
+        run, options = self, self.options
+
+        class Record(TrainerCallback):
+            began = 0.0
+
+            def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+                run.write(0, {"eval/reward": run.greedy(model)})
+
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                self.began = self.began or time.monotonic()
+
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any
+            ) -> None:
+                if run.logged not in logs:
+                    return
+                torch.cuda.synchronize() if torch.cuda.is_available() else None
+                values = {"seconds": time.monotonic() - self.began, run.logged: logs[run.logged]}
+                values["response_length"] = logs.get("completions/mean_length", 0.0)
+                if state.global_step % options.eval_every == 0 or state.global_step == options.steps:
+                    values["eval/reward"] = run.greedy(model)
+                run.write(state.global_step, values)
+                self.began = time.monotonic()
+
+        return Record()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics of a step."""
+        with self.file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **values}) + "\n")
+
+    def greedy(self, model: Any) -> float:
+        """Return the share of right answers to the held-out questions."""
+        import torch
+
+        from rl_train.rewards import number_match
+
+        chats = [self.system + row["messages"] for row in self.held_out]
+        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+        inputs = self.tokenizer.apply_chat_template(chats, **form).to(model.device)
+        with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
+            drawn = model.generate(**inputs, max_new_tokens=self.options.max_new_tokens, do_sample=False)
+        texts = self.tokenizer.batch_decode(drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        pairs = zip(texts, self.held_out, strict=True)
+        return sum(number_match(None, text, row)[0] for text, row in pairs) / len(texts)
+
+
 def of_trl(options: argparse.Namespace, given: dict[str, Any], *, vllm: bool) -> None:
     """Train by TRL's GRPOTrainer, and write the same `metrics.jsonl`."""
-    import pyarrow
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from rl_train.rewards import number_match
 
-    rows, held_out = (
-        [json.loads(line) for line in (options.out / "task" / name).read_text().splitlines()]
-        for name in ("prompts.jsonl", "eval.jsonl")
-    )
-    system = [{"role": "system", "content": given["system_prompt"]}]
-    questions = pyarrow.Table.from_pylist(
-        [{"prompt": system + row["messages"], "answer": row["answer"]} for row in rows]
-    )
-    # Without a fingerprint datasets pickles the table, which fails with pyarrow 24.
-    data = Dataset(questions, fingerprint="questions")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left", trust_remote_code=False)
-    file = options.out / f"{options.run}-{options.seed}" / "metrics.jsonl"
-    file.unlink(missing_ok=True)
+    name = f"{options.run}-{options.seed}"
+    run = TrlRun(options, given, name, "reward", lambda chat, row: {"prompt": chat, "answer": row["answer"]})
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float]:
         pairs = zip(completions, answer, strict=True)
         return [number_match(None, completion[0]["content"], {"answer": right})[0] for completion, right in pairs]
 
-    class Record(TrainerCallback):
-        began = 0.0
-
-        def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-            self.write(0, {"eval/reward": greedy(model)})
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = self.began or time.monotonic()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any) -> None:
-            if "reward" not in logs:
-                return
-            torch.cuda.synchronize() if torch.cuda.is_available() else None
-            values = {"seconds": time.monotonic() - self.began, "reward": logs["reward"]}
-            values["response_length"] = logs["completions/mean_length"]
-            if state.global_step % options.eval_every == 0 or state.global_step == options.steps:
-                values["eval/reward"] = greedy(model)
-            self.write(state.global_step, values)
-            self.began = time.monotonic()
-
-        def write(self, step: int, values: dict[str, float]) -> None:
-            with file.open("a") as lines:
-                lines.write(json.dumps({"step": step, **values}) + "\n")
-
-    @torch.no_grad()
-    def greedy(model: Any) -> float:
-        chats = [system + row["messages"] for row in held_out]
-        form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-        inputs = tokenizer.apply_chat_template(chats, **form).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16):
-            drawn = model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False)
-        texts = tokenizer.batch_decode(drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return sum(number_match(None, text, row)[0] for text, row in zip(texts, held_out, strict=True)) / len(texts)
-
     whole = options.prompts_per_step * options.samples
     share = min(256, whole)
     config = GRPOConfig(
-        output_dir=str(file.parent / "trl"),
-        max_steps=options.steps,
         per_device_train_batch_size=share,
         gradient_accumulation_steps=whole // share,
         num_generations=options.samples,
         max_completion_length=options.max_new_tokens,
-        learning_rate=given["learning_rate"],
-        lr_scheduler_type="constant",
         loss_type="grpo",
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
         use_vllm=vllm,
         vllm_enable_sleep_mode=vllm,
         model_init_kwargs={"dtype": "float32"},
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=options.seed,
-        disable_tqdm=True,
+        **run.config,
     )
-    GRPOTrainer(str(options.model), reward, config, data, processing_class=tokenizer, callbacks=[Record()]).train()
+    trainer = GRPOTrainer(
+        str(options.model), reward, config, run.data, processing_class=run.tokenizer, callbacks=[run.callback()]
+    )
+    trainer.train()
 
 
 def described(records: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
