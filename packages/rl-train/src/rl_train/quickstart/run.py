@@ -11,7 +11,7 @@ import torch
 
 from parallel_layers import ParallelDims
 from parallel_models import OptimizerOptions, SamplingOptions
-from rl_train.cluster.launch import Devices, prepare
+from rl_train.cluster.launch import Devices, prepare, slow_imports
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.run import train_in_place
@@ -48,10 +48,11 @@ def _run(
     out: Path, steps: int, seed: int, device: str | None, tell: Callable[[Mapping[str, Any]], None]
 ) -> dict[str, Any]:
     began = time.monotonic()
-    prepare("rl_train.loop.score", "rl_train.loop.run")
     devices = Devices.find(device)
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
+    dims = ParallelDims(tp=ranks)
+    prepare("rl_train.loop.score", "rl_train.loop.run", *slow_imports(dims))
     start, prompts = out / "start", out / "prompts.jsonl"
     make_checkpoint(start, seed)
     write_prompts(prompts)
@@ -59,7 +60,6 @@ def _run(
     described = f"{ranks} x {devices.type} ({devices.backend}), tp {ranks}" + (", sequence parallel" * (ranks > 1))
     tell({"message": f"starting {described}"})
 
-    dims = ParallelDims(tp=ranks)
     parity = _max_difference(start, dims, device)
     tell({"message": f"actor against transformers: largest difference in log-probs {parity:.1e}"})
 
