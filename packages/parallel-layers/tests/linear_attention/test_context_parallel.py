@@ -5,7 +5,7 @@ Outputs, every gradient, and the numbers that are sent.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -80,25 +80,33 @@ def run_delta_rule(group: ProcessGroup, tensors: list[Tensor], lengths: list[int
     return [gather_sequence(x, group, layout=layout) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
+@cache
+def delta_rule_of_one_rank(name: str, per_channel: bool) -> list[Tensor]:
+    """The output and gradients of the recurrence token by token."""
+    *inputs, seed = delta_inputs(per_channel)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, _ = token_recurrence(*leaves, boundaries(LENGTHS[name]), normalize=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+
+# In every run each form has one kind of decay, and the first has both.
+FORMS = [("contiguous", 3, False), ("contiguous", 3, True), ("zigzag", 4, False), ("heads", 3, True)]
+FORMS += [("zigzag", 4, True), ("heads", 3, False)]
+FORMS += [
+    (form, world, per_channel) for form in ("contiguous", "heads") for world in (2, 4) for per_channel in (False, True)
+]
+FORMS += [("zigzag", 2, False), ("zigzag", 2, True)]
+
+
 @pytest.mark.parametrize(
-    ("form", "world"),
-    [
-        *(pytest.param("contiguous", world, marks=pytest.mark.slow) for world in (2, 4)),
-        ("contiguous", 3),
-        pytest.param("zigzag", 2, marks=pytest.mark.slow),
-        ("zigzag", 4),
-        *(pytest.param("heads", world, marks=pytest.mark.slow) for world in (2, 4)),
-        ("heads", 3),
-    ],
+    ("form", "world", "per_channel"),
+    [*FORMS[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in FORMS[4:])],
 )
 def test_the_recurrence_equals_one_rank(ranks: RankPool, form: Form, world: int, per_channel: bool) -> None:
     """Three ranks do not divide the four heads evenly."""
     tensors = delta_inputs(per_channel)
-    for lengths in LENGTHS.values():
-        leaves = [x.clone().requires_grad_() for x in tensors[:-1]]
-        out, _ = token_recurrence(*leaves, boundaries(lengths), normalize=True)
-        expected = [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1])]
+    for name, lengths in LENGTHS.items():
+        expected = delta_rule_of_one_rank(name, per_channel)
         for results in ranks.run(run_delta_rule, tensors, lengths, form, world=world):
             for ours, truth in zip(results, expected, strict=True):
                 torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
@@ -121,7 +129,7 @@ def run_state_space(group: ProcessGroup, tensors: list[Tensor], lengths: list[in
 @pytest.mark.parametrize(
     ("form", "world"),
     [
-        ("contiguous", 2),
+        pytest.param("contiguous", 2, marks=pytest.mark.slow),
         ("contiguous", 3),
         ("zigzag", 4),
         *(pytest.param("heads", world, marks=pytest.mark.slow) for world in (2, 4)),
@@ -152,8 +160,15 @@ def run_convolution(group: ProcessGroup, tensors: list[Tensor], lengths: list[in
     return [*gathered, *(collectives.reduce_from_tensor_parallel(t, group) for t in (d_weight, d_bias))]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("window", [WINDOW, 9])
+@pytest.mark.parametrize(
+    ("layout", "window"),
+    [
+        ("contiguous", WINDOW),
+        ("zigzag", 9),
+        pytest.param("contiguous", 9, marks=pytest.mark.slow),
+        pytest.param("zigzag", WINDOW, marks=pytest.mark.slow),
+    ],
+)
 def test_the_convolution_equals_one_rank(ranks: RankPool, layout: Layout, window: int) -> None:
     """Also for a window that is longer than a slice of 6 tokens."""
     torch.manual_seed(0)

@@ -211,7 +211,7 @@ def test_drafts_are_those_of_the_layers(
 
 def test_draws_with_drafts_have_the_probabilities_of_the_model(folder: Callable[..., Path]) -> None:
     """Counts of all responses of three tokens of five, against the model's probabilities."""
-    engine, count, prompt = load(folder("glm", vocab=5)), 4096, [1, 3]
+    engine, count, prompt = load(folder("glm", vocab=5)), 2048, [1, 3]
     drawn = draw(engine, [prompt], drafts=2, n=count, max_new_tokens=3, max_sequences=count, seed=5)
     assert sum(drawn.steps) < 3 * count
     responses = list(itertools.product(range(5), repeat=3))

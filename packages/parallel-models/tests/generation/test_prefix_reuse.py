@@ -64,7 +64,23 @@ def assert_equal(drawn: Responses, expected: Responses) -> None:
         torch.testing.assert_close(row[:length], other[:length], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"exact": True}, {"cache_gib": 4.2e-5}], ids=str)
+# In every run each model draws, and each option has one model.
+DRAWS = [
+    ("qwen3_next", {}),
+    ("nemotron_h", {}),
+    ("granitemoehybrid", {"exact": True}),
+    ("qwen3_next", {"cache_gib": 4.2e-5}),
+]
+DRAWS += [("nemotron_h", {"exact": True}), ("nemotron_h", {"cache_gib": 4.2e-5}), ("qwen3_next", {"exact": True})]
+DRAWS += [("granitemoehybrid", {}), ("granitemoehybrid", {"cache_gib": 4.2e-5})]
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "options"),
+    [*DRAWS[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in DRAWS[4:])],
+    indirect=["hybrid"],
+    ids=str,
+)
 def test_draws_have_the_log_probs_of_the_model(hybrid: Path, options: dict[str, Any]) -> None:
     """Responses wait for slots that others have left, stop at different tokens, and wait for blocks."""
     engine = load(hybrid)
@@ -179,7 +195,7 @@ def converse_on_ranks(group: ProcessGroup | None, path: Path, dims: ParallelDims
     return [converse(engine, cache_gib=gib)[0] for gib in (None, 7e-5)]
 
 
-@on_grids(0, ("nemotron_h", ParallelDims()), ("qwen3_next", ParallelDims()))
+@on_grids(0, pytest.param("nemotron_h", ParallelDims(), marks=pytest.mark.slow), ("qwen3_next", ParallelDims()))
 def test_turns_go_on_from_checkpoints_as_if_they_were_computed_anew(
     ranks: RankPool, hybrid: Path, dims: ParallelDims
 ) -> None:

@@ -17,7 +17,7 @@ from parallel_models import Engine, EngineOptions, GenerationOptions, Grid, load
 from parallel_models.engine.engine import MicroBatch
 from parallel_models.generation import Prompt, ResponseStream, draw_responses
 
-LONGEST = 40
+LONGEST = 24
 BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * 64  # keys and values of 2 layers, 2 heads of 8, fp32, 64 tokens
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 20, [7, 8, 9, 10]]
 
