@@ -52,6 +52,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses, config.option.dist = 3, "loadfile"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples in a plain run than with `--slow`, without time limits, which a loaded machine exceeds."""
+    from hypothesis import settings
+
+    settings.register_profile("shared-machine", deadline=None, max_examples=100 if config.getoption("--slow") else 30)
+    settings.load_profile("shared-machine")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
     """Give a worker files of one package after another.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def floors(package: str) -> dict[str, str]:
     return {need.name: bound.version for need in needs for bound in need.specifier if bound.operator == ">="}
 
 
+@cache
 def modules_of(package: str) -> dict[str, Path]:
     """Return the file of each module of a package."""
     source = PACKAGES / package / "src"

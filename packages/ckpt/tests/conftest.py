@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import settings
 from safetensors import safe_open
-
-# The first example of a session pays for imports; a loaded machine is slow at any time.
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 SMALL = {
     "hidden_size": 32,

@@ -3,11 +3,6 @@
 import os
 
 import pytest
-from hypothesis import settings
-
-# The first example of a session pays for imports; a loaded machine is slow at any time.
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 # Nothing is ever downloaded.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 # Where it is installed, Megatron-Core has Transformer Engine multiply for its routers, which asks cuBLAS for TF32. This
 # keeps fp32 fp32; cuBLAS reads it when it is first used, so it is set before any rank starts.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-
-# The first example of a session pays for imports; a loaded machine is slow at any time.
-settings.register_profile("megatron_utils", deadline=None)
-settings.load_profile("megatron_utils")
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from parallel_layers.testing import RankPool
-
-# The first example of a session pays for imports; a loaded machine is slow at any time.
-settings.register_profile("shared-machine", deadline=None)
-settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The tiny models and the pools of ranks of this package's tests, and a hypothesis profile without deadlines."""
+"""The tiny models and the pools of ranks of this package's tests."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import settings
-
-settings.register_profile("shared-machine", deadline=None, max_examples=50)
-settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The pools of ranks that all tests of this package share, and a hypothesis profile without deadlines."""
+"""The pools of ranks and the tiny models that all tests of this package share."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
 from parallel_layers import ParallelDims
 from rl_train.cluster.launch import prepare, slow_imports
 from rl_train.quickstart.task import MODEL, make_checkpoint
 from rl_train.rewards.function import Scores
 from rl_train.rewards.worker import checked
-
-settings.register_profile("shared-machine", deadline=None, max_examples=50)
-settings.load_profile("shared-machine")
-
 
 EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 
