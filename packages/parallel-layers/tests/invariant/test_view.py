@@ -29,7 +29,7 @@ from parallel_layers.invariant import tp_invariant
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention.config import GatedDeltaNetConfig, KimiDeltaConfig
 from parallel_layers.mlp.activations import ClampedSwiGLU
-from parallel_layers.moe import MoEConfig
+from parallel_layers.moe import MoEConfig, TopKRouter
 from parallel_layers.testing import RankPool
 
 LLAMA = DecoderConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=12, intermediate_size=40)
@@ -93,6 +93,8 @@ class Model(nn.Module):
             for name, parameter in self.named_parameters():
                 if name.endswith("bias"):
                     parameter.add_(0.1)
+                    if parameter.dim() == 2:  # experts differ
+                        parameter.mul_(torch.arange(len(parameter))[:, None])
                 elif "norm" in name:
                     parameter.mul_(1.3).add_(0.05)
 
@@ -316,6 +318,22 @@ def test_what_the_kernels_of_the_head_are_given(tokens: int, monkeypatch: pytest
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert seen == [(16, 16, 16, size) for size in (8, 7, 1, 8, 6)]  # where ranks of 2 and of 4 begin
+
+
+@torch.no_grad()
+def test_a_router_takes_each_token_by_itself() -> None:
+    """Logits and weights of a token alone; ties go to the same experts. The ordinary router has other bits."""
+    config = MoEConfig(num_experts=64, top_k=6, intermediate_size=8)
+    x = torch.randn(33, 768, generator=torch.Generator().manual_seed(0))
+    differs = []
+    for scoring in ("softmax", "sigmoid"):
+        router = TopKRouter(768, replace(config, scoring=scoring, correction_bias=scoring == "sigmoid"))
+        router.weight[1::2] = router.weight[::2]
+        for module in (tp_invariant(router), router):
+            whole, parts = module(x), [module(row) for row in x.split([1, 7, 25])]
+            joined = map(torch.cat, zip(*parts, strict=True))
+            differs.append(not all(torch.equal(a, b) for a, b in zip(whole, joined, strict=True)))
+    assert differs == [False, True] * 2
 
 
 def test_a_view_leaves_the_model_as_it_was() -> None:

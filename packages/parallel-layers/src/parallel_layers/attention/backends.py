@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from parallel_layers.attention.blocks import BLOCKS
 from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
 from parallel_layers.attention.kernel_interface import Kernel
 from parallel_layers.attention.reference import EXACT, REFERENCE
-from parallel_layers.kernels.runtime import device_type
+from parallel_layers.kernels.runtime import HAS_TRITON, device_type
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 ANY_FLOAT = HALF | {torch.float32, torch.float64}
@@ -93,11 +94,20 @@ BACKENDS: dict[str, Backend] = {
     ),
     "sdpa": Backend("torch", lambda: True, None, softcap=False, lse=False),
     "reference": Backend("torch", lambda: True, REFERENCE),
-    # Slow: replaces the reference where it must be invariant.
     "exact": Backend("torch", lambda: True, EXACT, dtypes=HALF | {torch.float32}, invariant=True),
+    # Slower than the flash kernels: replaces these, and the reference, where they must be invariant.
+    "triton": _flash(
+        "a CUDA build of torch and an Ampere GPU or newer",
+        lambda: HAS_TRITON and _capability() >= (8, 0),
+        BLOCKS,
+        max_head_dim=256,
+        head_dim_multiple=8,
+        pairs=frozenset({(192, 128)}),
+    ),
 }
 
-INVARIANT_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.invariant)
+INVARIANT_BACKENDS = tuple(reversed([name for name, backend in BACKENDS.items() if backend.invariant]))
+"""In order of preference: the first ones also decode with the bits of training."""
 
 
 @cache

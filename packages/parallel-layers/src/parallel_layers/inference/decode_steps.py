@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from parallel_layers.attention.cache import SequenceCache
-from parallel_layers.attention.packed import AttentionOptions
+from parallel_layers.attention.packed import AttentionOptions, out_with_sinks
 from parallel_layers.inference.cache import Keys, PagedKVCache
 from parallel_layers.inference.states import StepStates, Trial
+from parallel_layers.kernels.block_attention import block_attention, supports_block_attention
 from parallel_layers.kernels.paged_decode import paged_decode, supports_paged_decode
+
+
+def decodes_in_blocks(cache: PagedKVCache) -> bool:
+    """Return whether steps of a model with `tp_invariant` attend to the blocks themselves, without the host."""
+    return all(supports_block_attention(keys, keys, cache.block_size) for keys in cache.keys.values())
 
 
 class DecodeSteps(SequenceCache):
@@ -57,6 +63,8 @@ class DecodeSteps(SequenceCache):
             self._positions = (starts[:, None] + ahead).flatten()
             self._tables = self.table.repeat_interleave(tokens, 0)
         self._keys: Keys | None = None
+        # The blocks of the tokens, and their places in these, the same in all layers.
+        self._places: tuple[Tensor, Tensor] | None = None
         self._live, self._trials = live, list[Trial]()
 
     @property
@@ -87,9 +95,11 @@ class DecodeSteps(SequenceCache):
 
     def store(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> None:
         """See `SequenceCache`."""
-        size = self.cache.block_size
-        blocks = self._tables.gather(1, (self._positions // size).long()[:, None])[:, 0].long()
-        self.cache.write(layer, k_TKD, v_TKD, blocks, (self._positions % size).long())
+        if self._places is None:
+            size = self.cache.block_size
+            blocks = self._tables.gather(1, (self._positions // size).long()[:, None])[:, 0].long()
+            self._places = blocks, (self._positions % size).long()
+        self.cache.write(layer, k_TKD, v_TKD, *self._places)
 
     def attend(
         self,
@@ -103,6 +113,9 @@ class DecodeSteps(SequenceCache):
     ) -> Tensor:
         """See `SequenceCache`."""
         keys, values = self.cache.pools(layer)
+        if options.get("backend") == "invariant" and supports_block_attention(q, keys, self.cache.block_size):
+            self.store(layer, k, v, cu_seqlens)
+            return self._invariant(q, keys, values, cu_seqlens, options)
         kernel = not self.exact and supports_paged_decode(q, keys)
         if not kernel or self.tokens > 1:
             self.store(layer, k, v, cu_seqlens)
@@ -125,3 +138,15 @@ class DecodeSteps(SequenceCache):
             room = width * self.cache.block_size
             self._keys = Keys(table, (self._starts + self.tokens).clamp(max=room), room, cu_seqlens)
         return self.cache.attend_to(layer, q, self._keys, self.tokens, options)
+
+    def _invariant(
+        self, q: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Attend by the kernel of `packed_attention`'s backend "triton", which reads the blocks."""
+        scale, sinks = options.get("scale"), options.get("sinks")
+        out, lse = block_attention(
+            q, keys, values, cu_seqlens, self._starts + self.tokens, self.tokens, table_SB=self.table,
+            window=options.get("window"), scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=options.get("softcap"),
+        )  # fmt: skip
+        return out if sinks is None else out_with_sinks(out, lse, sinks).to(out.dtype)

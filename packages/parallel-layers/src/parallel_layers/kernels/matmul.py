@@ -1,9 +1,9 @@
 """A GEMM `y = x W^T` in which the bits of an element depend only on its row of x and its row of W.
 
 cuBLAS chooses the order of summation by the whole shape. This kernel uses one tile size for all shapes, no split-K and
-no atomics. The contraction can be cut into `leaves` equal parts. Each part is summed in fp32, and the sums are added in
-a binary tree: ((0 + 1) + (2 + 3)). A rank with the first half of the contraction and half the leaves computes exactly
-the bits of the left subtree.
+no atomics; few rows go to smaller tiles (`kernels.matmul_tiles`) with the same sums. The contraction can be cut into
+`leaves` equal parts. Each part is summed in fp32, and the sums are added in a binary tree: ((0 + 1) + (2 + 3)). A rank
+with the first half of the contraction and half the leaves computes exactly the bits of the left subtree.
 
 The kernel is persistent (one program per multiprocessor) and reads through tensor descriptors. One program computes
 all leaves of a tile: registers hold one leaf's sum, and scratch in the L2 cache holds the sums that wait for the tree.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.kernels.head_triton import _tile_of, descriptor
+from parallel_layers.kernels.matmul_tiles import MOST_ROWS, few_rows_matmul
 from parallel_layers.kernels.runtime import capability, cdiv, num_multiprocessors, on_its_device, tl, triton, use_triton
 
 BLOCK_M, BLOCK_N = 128, 256
@@ -42,6 +43,11 @@ def supports_matmul(x: Tensor, weight_NK: Tensor, leaf_size: int | None = None) 
         and weight_NK.numel() > 0
         and (leaf_size is None or _step(leaf_size) > 0)
     )
+
+
+def step_of(size: int, leaves: int, *, in_tree: bool) -> int:
+    """Return the step of a contraction in these leaves; leaves of a tree over ranks have one step."""
+    return _step(size // leaves) if in_tree or leaves > 1 else 64
 
 
 def _step(leaf_size: int) -> int:
@@ -156,7 +162,11 @@ def invariant_matmul(
     dtype = x_MK.dtype if dtype is None else dtype
     (num_rows, size), num_columns = x_MK.shape, len(weight_NK)
     leaf_size = size // leaves
-    block_k = _step(leaf_size) if in_tree or leaves > 1 else 64
+    block_k = step_of(size, leaves, in_tree=in_tree)
+    if num_rows <= MOST_ROWS:
+        return few_rows_matmul(
+            _readable(x_MK), _readable(weight_NK), bias_N, leaves=leaves, block_k=block_k, dtype=dtype
+        )
     # A tensor descriptor writes rows of whole 16 bytes.
     y = torch.empty(num_rows, -(-num_columns // 8) * 8, dtype=dtype, device=x_MK.device)[:, :num_columns]
     tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)

@@ -20,6 +20,7 @@ from parallel_layers.kernels.float8 import quantize_rows, suits_gemm
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.moe.experts import GroupedExperts, grouped_linear, is_one_kernel
+from parallel_layers.moe.invariant import InvariantExperts
 
 
 class RoundedExperts(NamedTuple):
@@ -118,5 +119,7 @@ def can_round(layer: GroupedExperts) -> bool:
 
 def waits_for_counts(layer: GroupedExperts) -> bool:
     """Return whether the experts' GEMMs are loops for which the host reads counts from the device."""
+    if isinstance(layer, InvariantExperts):
+        return layer.waits_for_counts
     dtype = getattr(layer, "dense_dtype", None)
     return not all(is_one_kernel(weight, dtype) for weight in (getattr(layer, name) for name in layer.projections))

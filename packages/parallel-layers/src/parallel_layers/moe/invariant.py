@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import scatter_to_sequence_parallel
+from parallel_layers.kernels.matmul import MAX_LEAVES, step_of, supports_matmul
+from parallel_layers.kernels.matmul_tiles import grouped_matmul
 from parallel_layers.linear.invariant import InvariantProduct
 from parallel_layers.linear.transports import tree_scatter
 from parallel_layers.module.autocast import as_operand, without_autocast
@@ -58,6 +60,15 @@ class InvariantExperts(GroupedExperts):
             weights = weights.detach() + (weights - weights.detach()) / self.tp
             out = out + grouped_bias(self.down_proj_bias, counts, weights)
         return out
+
+    @property
+    def waits_for_counts(self) -> bool:
+        """Whether the GEMMs are loops over experts, for which the host reads counts from the device."""
+        first, second = (
+            weight.transpose(1, 2) if self.input_major else weight
+            for weight in (getattr(self, name) for name in self.projections)
+        )
+        return not (_has_kernel(first, None) and _has_kernel(second, self.blocks // self.tp))
 
 
 class InvariantMixture(MoE):
@@ -99,6 +110,16 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _multiply(x: Tensor, weight: Tensor, counts: Tensor, leaves: int | None, dtype: torch.dtype) -> Tensor:
     """Return each run of rows times the transposed weight of its expert: `[M, K]`, `[e, N, K]` -> `[M, N]`."""
+    if len(x) and x.dtype == weight.dtype and _has_kernel(weight, leaves):
+        block_k = step_of(x.shape[1], leaves or 1, in_tree=leaves is not None)
+        return grouped_matmul(x.contiguous(), weight, counts, leaves=leaves or 1, block_k=block_k, dtype=dtype)
     product = InvariantProduct(leaves)
     runs = x.split(counts.tolist())
     return torch.cat([product(rows, of_expert, None, dtype) for rows, of_expert in zip(runs, weight, strict=True)])
+
+
+def _has_kernel(weight_eNK: Tensor, leaves: int | None) -> bool:
+    """Return whether one kernel multiplies rows of the weight's dtype, without host synchronisation."""
+    outputs, inputs = weight_eNK.shape[1:]
+    leaf_size = None if leaves is None else inputs // leaves
+    return (leaves or 1) <= MAX_LEAVES and outputs % 8 == 0 and supports_matmul(weight_eNK, weight_eNK, leaf_size)

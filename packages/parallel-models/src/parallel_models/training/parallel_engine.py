@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ckpt
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
+from parallel_layers.inference import decodes_in_blocks
 from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
 from parallel_layers.moe import (
     BatchTotals,
@@ -307,6 +308,10 @@ class ParallelEngine(Engine):
             forward = DecodingForward(prompts, steps, head, self.stages, self.pipeline, self.vision, exact=exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
             capturable = grid.device.type == "cuda" and not waits and not exact
+            caches = options.build([new_cache], grid)
+            if self.options.tp_invariant and not options.exact:
+                # Ranks that exchange rows of experts wait for counts.
+                capturable = decodes_in_blocks(caches[0]) and not waits and (gathers or grid.dims.ep == 1)
             drafter = None
             if options.drafts:
                 drafting = for_steps(held, float8=False) if exact else steps
@@ -315,7 +320,7 @@ class ParallelEngine(Engine):
             if stages is not None:
                 ring = StageRing(stages, len(self.stages), forward.step_chunk, forward.new_states)
             yield Decoding(
-                options.build([new_cache], grid), forward, exact, capturable, grid.group("tp"), stages, ring,
+                caches, forward, exact, capturable, grid.group("tp"), stages, ring,
                 lasting=True, independent=gathers, drafter=drafter, recurrent=model.config.has_linear_attention,
                 scorer=head if head.is_invariant else None,
             )  # fmt: skip
