@@ -1,10 +1,11 @@
 """The cost of bitwise-equal results: log-probs and a step, ordinary beside tensor-parallel invariant and deterministic.
 
-    torchrun --nproc-per-node TP benchmarks/invariant.py [--json FILE] [--rounds N] [--tiny]
+    torchrun --nproc-per-node TP benchmarks/invariant.py [--model dense|mixture] [--json FILE] [--rounds N] [--tiny]
 
 The model, the tokens and the loss are those of `step.py`: eight layers of Llama 3 8B with its vocabulary, 16384 tokens
-as 4 x 4096, bf16, tensor parallel over all ranks, sequence parallel when there are several. Sums over the ranks are in
-fp32, the default. "invariant" is `tp_invariant` (log-probs whose bits depend neither on the ranks nor on the batch),
+as 4 x 4096, bf16, tensor parallel over all ranks, sequence parallel when there are several. "mixture" is four layers of
+Qwen3-30B-A3B. Sums over the ranks are in fp32, the default. "invariant" is `tp_invariant` (log-probs whose bits depend
+neither on the ranks nor on the batch),
 "deterministic" torch's deterministic algorithms and flash attention's deterministic backward (the same bits at every
 run), which costs the forward nothing. Each ratio is to the ordinary model in the same rounds. The products alone, one
 rank's at this tp, are compared to cuBLAS. The log-probs of all ranks and of a sequence alone are checked to be the same
@@ -17,6 +18,7 @@ import os
 import torch
 import torch.distributed as dist
 from measure import CUDA, DEVICE, Call, ceilings, join_ranks, machine, side_by_side, synchronize, table, write_json
+from rollouts import LARGE
 from step import LLAMA_3_8B, TINY, Task, peak, randomise
 from torch import Tensor
 
@@ -24,6 +26,10 @@ from parallel_layers import ModelConfig, PackedSequence
 from parallel_layers.invariant import BLOCKS, tp_invariant
 from parallel_layers.linear import InvariantProduct
 from rl_models import CausalLM
+
+MIXTURE = LARGE["30b-a3b"] | {"num_hidden_layers": 4, "rms_norm_eps": 1e-6}
+TINY_MIXTURE = MIXTURE | TINY | {"architectures": MIXTURE["architectures"], "model_type": MIXTURE["model_type"]}
+TINY_MIXTURE |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def build(task: Task) -> dict[str, CausalLM]:
@@ -80,9 +86,10 @@ def products(task: Task) -> dict[str, dict[str, Call]]:
     shapes = {
         "qkv_proj": (hidden, qkv // tp, False),
         "o_proj": (heads // tp, hidden, True),
-        "gate_up_proj": (hidden, 2 * hf["intermediate_size"] // tp, False),
-        "down_proj": (hf["intermediate_size"] // tp, hidden, True),
     }
+    if "num_experts" not in hf:
+        shapes["gate_up_proj"] = hidden, 2 * hf["intermediate_size"] // tp, False
+        shapes["down_proj"] = hf["intermediate_size"] // tp, hidden, True
     calls: dict[str, dict[str, Call]] = {}
     for name, (size, columns, row) in shapes.items():
         x = torch.randn(task.packed.num_tokens, size, device=DEVICE, dtype=torch.bfloat16)
@@ -102,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write every figure to this file")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--model", choices=["dense", "mixture"], default="dense", help="the model")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     options = parser.parse_args()
     # As `rl_models.api.worker.be_deterministic`: what deterministic GEMMs need, and fresh memory as it is.
@@ -109,7 +117,8 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rank, world = join_ranks()
     measured = ceilings()
-    hf, lengths = (TINY, [32] * 2) if options.tiny else (LLAMA_3_8B, [4096] * 4)
+    hf, tiny = (LLAMA_3_8B, TINY) if options.model == "dense" else (MIXTURE, TINY_MIXTURE)
+    hf, lengths = (tiny, [32] * 2) if options.tiny else (hf, [4096] * 4)
     task = Task.random(hf, lengths, dist.group.WORLD if world > 1 else None)
     packed = task.packed
 
@@ -147,6 +156,7 @@ def main() -> None:
         write_json(
             options.json,
             ceilings=measured,
+            model=options.model,
             tp=world,
             same_bits=same,
             products=product_times,

@@ -8,6 +8,7 @@
     torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 30b-a3b --dims dp=2,ep=2 --trace
     torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 8b --dims pp=2 --sequences 128 256
     python benchmarks/rollouts.py --shape 8b --engines vllm --dims tp=2
+    python benchmarks/rollouts.py --engines ours ours-tp_invariant # the cost of the bits of `log_probs`
     python benchmarks/rollouts.py --tiny                           # to see that it works, on a CPU too
 
 The shape of Llama 3.2 1B, whose random weights are read from files, has 64 prompts of 96 to 160 tokens with `sequences
@@ -90,15 +91,15 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(folder: Path, most: int, dims: ParallelDims, **how: bool) -> Generate:
+def ours(folder: Path, most: int, dims: ParallelDims, *, tp_invariant: bool = False, **how: bool) -> Generate:
     """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
     from parallel_models import GenerationOptions, generate as draw
     from rl_models import Actor
 
     if list(folder.glob("*.safetensors")):
-        actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims)
+        actor = Actor.from_pretrained(folder, device=DEVICE, dims=dims, tp_invariant=tp_invariant)
         return lambda prompts, n, tokens: actor.generate(prompts, max_new_tokens=tokens, n=n, max_sequences=most, **how)
-    engine = random_engine(json.loads((folder / "config.json").read_text()), dims)
+    engine = random_engine(json.loads((folder / "config.json").read_text()), dims, tp_invariant=tp_invariant)
 
     def generate(prompts: Sequence[Sequence[int]], n: int, tokens: int) -> Any:
         own = prompts[engine.grid.rank("dp") :: dims.dp]
@@ -117,7 +118,7 @@ def random_engine(hf: dict[str, Any], dims: ParallelDims, **how: Any) -> Paralle
     model = CausalLM(
         ModelConfig.from_hf(hf), group=grid.group("tp"), sequence_parallel=dims.tp > 1, chunks=[chunk],
         expert_group=grid.group("ep"), expert_tensor_parallel=dims.expert_tensor_parallel,
-        dtype=options.dtype, device="meta", recompute=options.recompute,
+        dtype=options.dtype, device="meta", recompute=options.recompute, tp_invariant=options.tp_invariant,
     ).to_empty(device=DEVICE)  # fmt: skip
     randomise(model)
     return ParallelEngine(model, layout, [place], grid, options)
@@ -178,7 +179,7 @@ def vllm(folder: Path, most: int, dims: ParallelDims, **options: Any) -> Generat
 
 FLOAT8 = ("float8", "float8_cache")
 ENGINES = {"ours": ours, "transformers": transformers, "vllm": vllm} | {
-    f"ours-{name}": partial(ours, **{name: True}) for name in FLOAT8
+    f"ours-{name}": partial(ours, **{name: True}) for name in (*FLOAT8, "tp_invariant")
 }
 
 

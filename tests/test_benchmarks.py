@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Name, ranks, arguments beside `--tiny --rounds 1`.
 RUNS: list[tuple[str, int, list[str]]] = [
     ("attention", 1, []),
-    ("invariant", 2, []),
+    ("invariant", 2, ["--model", "mixture"]),
     ("products", 1, []),
     ("sampling", 1, []),
     ("step", 2, []),
