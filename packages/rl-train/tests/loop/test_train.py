@@ -296,9 +296,9 @@ def test_memory_is_saved_and_nothing_else_changes(model: Path, prompts: Path, tm
         assert one == pytest.approx(other, rel=1e-3, abs=2e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder_of_rewards")
-def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -> None:
+@pytest.fixture
+def mixture(tmp_path: Path) -> tuple[Path, Path]:
+    """A small mixture of experts, and a file of prompts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 30}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
@@ -306,6 +306,24 @@ def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"tokens": [1, n]}) + "\n" for n in range(8)))
+    return tmp_path / "model", prompts
+
+
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_an_invariant_run_has_no_rollout_difference(mixture: tuple[Path, Path], tmp_path: Path) -> None:
+    """bf16, experts replayed, log-probs over sampling masks: draws and training have the same bits."""
+    options = {"steps": 2, "reward": "rewards:sevens", "dtype": "bfloat16", "top_p": 0.9, "max-new-tokens": 3}
+    flags = ["--engine.tp-invariant", "--objective.router-replay", "--sampling.keep-sampling-mask"]
+    result = CliRunner().invoke(app, [*arguments(*mixture, tmp_path / "run", **options), *flags])
+    assert result.exit_code == 0, result.output
+    for record in lines(tmp_path / "run"):
+        assert record["rollout_difference"] == record["rollout_difference_mean"] == 0
+        assert record["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_a_mixture_of_experts_learns_with_its_routing_replayed(mixture: tuple[Path, Path], tmp_path: Path) -> None:
     options = {
         "steps": 2,
         "dims": "dp=2,ep=2",
@@ -313,9 +331,7 @@ def test_a_mixture_of_experts_learns_with_its_routing_replayed(tmp_path: Path) -
         "reward": "rewards:sevens",
         "epochs": 2,
     }
-    result = CliRunner().invoke(
-        app, [*arguments(tmp_path / "model", prompts, tmp_path / "run", **options), "--objective.router-replay"]
-    )
+    result = CliRunner().invoke(app, [*arguments(*mixture, tmp_path / "run", **options), "--objective.router-replay"])
     assert result.exit_code == 0, result.output
     assert all(record["grad_norm"] > 0 for record in lines(tmp_path / "run"))
 
