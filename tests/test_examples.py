@@ -208,6 +208,15 @@ def test_masks_make_the_ratios_of_truncated_samples_one() -> None:
 
 
 @pytest.mark.slow
+def test_invariant_draws_have_ratios_of_exactly_one() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "exact_ratios.py")]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+    shares = re.findall(r"exactly 1: (\d+)% by the ordinary model, (\d+)% by the invariant one", output)
+    assert len(shares) == 2
+    assert all(int(ordinary) < 90 and int(ours) == 100 for ordinary, ours in shares)
+
+
+@pytest.mark.slow
 def test_replay_leaves_only_the_rounding_between_sampler_and_trainer() -> None:
     output = torchrun(ROOT / "examples" / "router_replay.py", ranks=2)
     rows = re.findall(r"reward (\S+), other experts (\S+)%, .* (\S+), with replay (\S+)", output)
