@@ -283,7 +283,7 @@ def states_on(group: ProcessGroup, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_states_of_parameters_come_out_and_go_in(ranks: RankPool, dtype: torch.dtype) -> None:
     ranks.run(states_on, dtype, world=2)
 

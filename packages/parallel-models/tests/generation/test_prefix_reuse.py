@@ -132,13 +132,13 @@ def test_grids_draw_what_one_rank_draws(ranks: RankPool, hybrid: Path, dims: Par
 
 
 def draw_on_virtual_stages(group: ProcessGroup, path: Path) -> Responses:
-    return draw(load(path, ParallelDims(pp=2), virtual_stages=2))
+    return draw(load(path, ParallelDims(pp=2), virtual_stages=2), n=2)
 
 
 @pytest.mark.parametrize("hybrid", ["deep"], indirect=True)
 def test_virtual_stages_draw_what_one_rank_draws(ranks: RankPool, hybrid: Path) -> None:
     """Responses wait for slots, and go on from the states of their prompt in every chunk."""
-    expected = draw(load(hybrid))
+    expected = draw(load(hybrid), n=2)
     for drawn in ranks.run(draw_on_virtual_stages, hybrid, world=2):
         assert_equal(drawn, expected)
 
@@ -217,11 +217,19 @@ def test_turns_go_on_from_checkpoints_as_if_they_were_computed_anew(
         assert not alone or computed[0] < computed[1]
 
 
+# Granite's and Nemotron-H's states are of one kind.
+ONE_OF_EACH_KIND = pytest.mark.parametrize(
+    "hybrid", ["qwen3_next", "nemotron_h", pytest.param("granitemoehybrid", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@ONE_OF_EACH_KIND
 def test_turns_compute_what_is_new_alone(hybrid: Path) -> None:
     draws, new = converse(load(hybrid), max_sequences=8)
     assert [sum(drawn.computed) for drawn in draws] == new
 
 
+@ONE_OF_EACH_KIND
 def test_responses_that_wait_go_on_from_the_prompt(hybrid: Path) -> None:
     """Three slots for five responses to each prompt; the last prompt has a cached beginning."""
     prompts = [PROMPTS[2], [*PROMPTS[2][:-1], 3, 4]]

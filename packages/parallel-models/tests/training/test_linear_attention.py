@@ -70,6 +70,12 @@ def go_on(group: ProcessGroup, out: Path) -> None:
     model.save_pretrained(out / "resumed")
 
 
+# Granite's and Nemotron-H's states are of one kind.
+@pytest.mark.parametrize(
+    "hybrid",
+    ["qwen3_next", "nemotron_h", pytest.param("granitemoehybrid", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_it_learns_and_resumes_on_grids_as_on_one_rank(ranks: RankPool, hybrid: Path, tmp_path: Path) -> None:
     model, adapted = (
         load(hybrid, ParallelDims(), recompute="full"),
