@@ -19,7 +19,7 @@ from ckpt.files.boxio import view_of
 from ckpt.layout.adapters import HEADS, Change
 from ckpt.layout.dtensors import on_this_rank
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, Copy, Shape, carried_over, intersect, split_box, volume
+from ckpt.layout.pieces import Block, Box, Copy, Shape, carried_over, intersect, split_box, volume
 from ckpt.layout.place import Place
 from ckpt.transfer.agreement import require_same
 from ckpt.transfer.holdings import HeldPiece, Holdings, Tensors, take_stock
@@ -120,9 +120,7 @@ class ShardCopy:
 
     def target(self, chunks: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the box of a receiver's tensors, a view."""
-        target = chunks[self.chunk][self.local].detach()
-        local, _ = on_this_rank(self.local, target, tuple(target.shape))
-        return view_of(local, self.copy.destination_range)
+        return _view(chunks[self.chunk], self.local, self.copy.destination_range)
 
     def write(self, chunks: Sequence[Mapping[str, Tensor]], values: Tensor, indices: Tensor | None = None) -> None:
         """Write values into a receiver's tensors.
@@ -137,6 +135,16 @@ class ShardCopy:
             target.copy_(values.view(target.shape))
         else:
             target.index_put_(torch.unravel_index(indices.long(), target.shape), values.to(target.dtype))
+
+    def read_received(self, chunks: Sequence[Mapping[str, Tensor]], buffer: Tensor) -> None:
+        """Write a receiver's values into a flat buffer, where `held` names a receiver, which sends its values on."""
+        view = _view(chunks[self.held.chunk], self.held.local, self.copy.source_range)
+        buffer.view(view.shape).copy_(view)
+
+
+def _view(tensors: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
+    local, _ = on_this_rank(name, tensors[name].detach(), tuple(tensors[name].shape))
+    return view_of(local, box)
 
 
 def plan_copies(holdings: Holdings, targets: Sequence[TargetShards]) -> list[ShardCopy]:

@@ -135,7 +135,7 @@ def _sent_rounds(
         return buffer
 
     for copies in plan.rounds:
-        ordered = by_peer(copies, True, plan)
+        ordered = by_peer(peer, copies, True, plan)
         changes = [sent.change(copy, partial(values, copy), plan.check) for _, copy in ordered]
         counts = [change.number for change in changes]
         numbers = torch.empty(len(changes), _NUMBERS, dtype=torch.int64, device=device)
@@ -150,27 +150,28 @@ def _sent_rounds(
             if places is not None and change.places is not None:
                 places.copy_(change.places)
             box.copy_(change.values)
-        sizes += [head.data.nbytes, data.nbytes]
-        yield Round(data, layout.sizes, sends=True)
+        sizes += [numbers.nbytes, data.nbytes]
+        yield Round.one_way(data, layout.sizes, sends=True)
 
 
 def _received_rounds(peer: Peer, plan: ShardPlan, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[Round]:
     device = device_of(peer)
     for copies in plan.rounds:
-        ordered = by_peer(copies, False, plan)
+        ordered = by_peer(peer, copies, False, plan)
         numbers = torch.empty(len(ordered), _NUMBERS, dtype=torch.int64, device=device)
         peer.wait(_numbers_round(peer, ordered, numbers, sends=False).begin(peer, lambda: False))
         counts, checksums = numbers.T.tolist()
         layout = _Layout.of(peer, ordered, counts)
         data = torch.empty(sum(layout.sizes), dtype=torch.uint8, device=device)
-        yield Round(data, layout.sizes, False, partial(_write, layout, data, chunks, checksums if plan.check else None))
+        finish = partial(_write, layout, data, chunks, checksums if plan.check else None)
+        yield Round.one_way(data, layout.sizes, False, finish)
 
 
 def _numbers_round(peer: Peer, ordered: list[tuple[int, ShardCopy]], numbers: Tensor, *, sends: bool) -> Round:
     boxes = Counter(other for other, _ in ordered)
     row = _NUMBERS * numbers.element_size()
     sizes = [boxes[other] * row for other in range(peer.rendezvous.size)]
-    return Round(numbers.view(torch.uint8).view(-1), sizes, sends)
+    return Round.one_way(numbers.view(torch.uint8).view(-1), sizes, sends)
 
 
 class _Layout(NamedTuple):

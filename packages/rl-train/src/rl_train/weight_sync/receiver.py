@@ -49,7 +49,12 @@ class WeightReceiver:
         elif self._shards.changed_only:
             receive_changes(peer, self._shards, chunks)
             return
-        exchange_shards(peer, self._shards, lambda copy, buffer: copy.write(chunks, buffer))
+        exchange_shards(
+            peer,
+            self._shards,
+            read=lambda copy, buffer: copy.read_received(chunks, buffer),
+            write=lambda copy, buffer: copy.write(chunks, buffer),
+        )
 
     def close(self) -> None:
         """Leave the process group. Safe to call twice."""

@@ -1,12 +1,11 @@
 """Carry boxes of shards from the ranks of an actor to the processes of engines, in rounds.
 
 In a round each rank of the actor sends a part of what each process still needs from it. Two rounds are in flight: one
-is packed while the one before travels.
+is packed while the one before travels. A receiver sends relayed values on two rounds after they came, see `relays`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from ckpt.transfer import ShardCopy
 from rl_models.calls import checksum as checksum_on_device
+from rl_train.weight_sync.relays import Relay, by_source, most_boxes, relays
 from rl_train.weight_sync.transport import Broken, Peer
 
 # Each box begins at a multiple of this number of bytes, as views of any dtype need; a checksum takes as many.
 ALIGNMENT = 16
+# The next round is packed before a round is in the parameters.
+_ROUNDS_TO_RELAY = 2
 
 # One peer's copies of each round. The ranks of the actor are the first peers, the engines' processes follow.
 Rounds = list[list[ShardCopy]]
@@ -32,7 +34,7 @@ class ShardPlan(NamedTuple):
     """One peer's part of a weight sync.
 
     Attributes:
-        rounds: What this peer sends or receives in each round.
+        rounds: What this peer sends and receives in each round.
         senders: The number of the actor's ranks.
         check: Whether checksums are compared; one lies before the boxes for each peer.
         changed_only: Whether the weight syncs after the first one carry changed values alone (`changed_values`).
@@ -45,7 +47,13 @@ class ShardPlan(NamedTuple):
 
 
 def plans_of(
-    copies: Sequence[ShardCopy], senders: int, receivers: int, most_bytes: int, check: bool
+    copies: Sequence[ShardCopy],
+    senders: int,
+    receivers: int,
+    most_bytes: int,
+    *,
+    check: bool = False,
+    changed_only: bool = False,
 ) -> list[ShardPlan]:
     """Divide copies into rounds, and return the plan of each peer.
 
@@ -55,66 +63,79 @@ def plans_of(
         receivers: The number of the engines' processes.
         most_bytes: The most bytes that a peer sends or receives in a round, where it holds at least one element a pair.
         check: Send checksums.
+        changed_only: Plan for changed values, which are few: no engine sends them on.
     """
-    pairs: dict[tuple[int, int], list[ShardCopy]] = {}
-    for copy in copies:
-        pairs.setdefault((copy.held.rank, senders + copy.receiver), []).append(copy)
-    peers = Counter(rank for pair in pairs for rank in pair)
-    room = max(ALIGNMENT, most_bytes // max(peers.values(), default=1) - ALIGNMENT * check)
-    rounds = {pair: list(_rounds(each, room)) for pair, each in pairs.items()}
-    count = max(map(len, rounds.values()), default=0)
-    plans = [ShardPlan([[] for _ in range(count)], senders, check) for _ in range(senders + receivers)]
-    for pair, each in rounds.items():
-        for number, part in enumerate(each):
-            for rank in pair:
-                plans[rank].rounds[number].extend(part)
+    groups = [[copy] for copy in copies] if changed_only else by_source(copies)
+    room = max(ALIGNMENT, most_bytes // most_boxes(groups) - ALIGNMENT * check)
+    pairs: dict[tuple[int, int], list[Relay]] = {}
+    for relay in relays(groups, senders, max(ALIGNMENT, room // 4)):  # parts of a quarter fill most of a round
+        pairs.setdefault((relay.copy.held.rank, relay.copy.receiver), []).append(relay)
+    rounds: list[list[ShardCopy]] = []
+    for each in pairs.values():
+        for number, relay in _rounds(each, room):
+            later = number + _ROUNDS_TO_RELAY * bool(relay.onward)
+            rounds += [[] for _ in range(len(rounds), later + 1)]
+            rounds[number].append(relay.copy)
+            rounds[later] += relay.onward
+    plans = [ShardPlan([[] for _ in rounds], senders, check, changed_only) for _ in range(senders + receivers)]
+    for number, part in enumerate(rounds):
+        for copy in part:
+            for rank in (copy.held.rank, senders + copy.receiver):
+                plans[rank].rounds[number].append(copy)
     return plans
 
 
-def _rounds(copies: Sequence[ShardCopy], room: int) -> Iterator[list[ShardCopy]]:
-    """Yield the copies of one pair in rounds of at most `room` bytes; parts of a quarter fill most of a round."""
-    taken: list[ShardCopy] = []
-    size, quarter = 0, max(ALIGNMENT, room // 4)
-    for copy in chain.from_iterable(copy.cut(quarter) for copy in copies):
-        if taken and size + aligned(copy.nbytes) > room:
-            yield taken
-            taken, size = [], 0
-        taken.append(copy)
-        size += aligned(copy.nbytes)
-    if taken:
-        yield taken
+def _rounds(each: Sequence[Relay], room: int) -> Iterator[tuple[int, Relay]]:
+    """Yield what one rank sends to one receiver, and the number of its round; a round has at most `room` bytes."""
+    number = size = 0
+    for relay in each:
+        length = aligned(relay.copy.nbytes)
+        if size and size + length > room:
+            number, size = number + 1, 0
+        size += length
+        yield number, relay
 
 
-def exchange_shards(peer: Peer, plan: ShardPlan, move: Move, broken: Broken = lambda: False) -> None:
+def exchange_shards(
+    peer: Peer, plan: ShardPlan, read: Move, write: Move | None = None, broken: Broken = lambda: False
+) -> None:
     """Carry out a peer's part of a plan; all peers call this.
 
     Args:
         peer: This process in the group.
         plan: Its part.
-        move: Packs a copy on a rank of the actor, and writes it into the parameters in an engine.
+        read: Packs the values of a copy that this peer sends.
+        write: Writes the values of a copy that this peer receives; None on a rank of the actor, which receives none.
         broken: See `Peer`.
 
     Raises:
         BucketMissed: A peer ended, left or was too slow.
         ValueError: A checksum differs.
     """
-    carry_rounds(peer, _rounds_of(peer, plan, move), broken)
+    carry_rounds(peer, _rounds_of(peer, plan, read, write), broken)
 
 
 class Round(NamedTuple):
-    """The bytes that a peer sends or receives in a round, those for each peer, and what follows when they are there."""
+    """What a peer sends and receives in a round: the bytes, and the number of bytes for and from each peer.
 
-    data: Tensor
-    sizes: list[int]
-    sends: bool
+    `finish` is called when the bytes are there.
+    """
+
+    sent: Tensor
+    sent_sizes: list[int]
+    received: Tensor
+    received_sizes: list[int]
     finish: Callable[[], None] = lambda: None
+
+    @classmethod
+    def one_way(cls, data: Tensor, sizes: list[int], sends: bool, finish: Callable[[], None] = lambda: None) -> Round:
+        """Return a round in which this peer sends alone, or receives alone."""
+        nothing = data.new_empty(0), [0] * len(sizes)
+        return cls(data, sizes, *nothing, finish) if sends else cls(*nothing, data, sizes, finish)
 
     def begin(self, peer: Peer, broken: Broken) -> Any:
         """Begin the exchange; see `Peer.wait`."""
-        nothing, zeros = self.data.new_empty(0), [0] * len(self.sizes)
-        if self.sends:
-            return peer.exchange(self.data, self.sizes, nothing, zeros, broken)
-        return peer.exchange(nothing, zeros, self.data, self.sizes, broken)
+        return peer.exchange(self.sent, self.sent_sizes, self.received, self.received_sizes, broken)
 
 
 def carry_rounds(peer: Peer, rounds: Iterable[Round], broken: Broken) -> None:
@@ -140,44 +161,40 @@ def device_of(peer: Peer) -> str:
     return "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
 
 
-def _rounds_of(peer: Peer, plan: ShardPlan, move: Move) -> Iterator[Round]:
+def _rounds_of(peer: Peer, plan: ShardPlan, read: Move, write: Move | None) -> Iterator[Round]:
     """Yield rounds of whole boxes."""
-    rank, size = peer.rendezvous.rank, peer.rendezvous.size
-    sends = rank < plan.senders
-    parts = [_Part.of_round(copies, sends, size, plan) for copies in plan.rounds]
-    length = max((part.length for part in parts), default=0)
-    ring = torch.empty(2, length, dtype=torch.uint8, device=device_of(peer))
-    for number, part in enumerate(parts):
-        data = ring[number % 2, : part.length]
-        if sends:
-            part.pack(data, move)
-            yield Round(data, part.sizes, sends)
-        else:
-            yield Round(data, part.sizes, sends, partial(part.unpack, data, move))
+    sent, received = ([_Part.of_round(peer, copies, sends, plan) for copies in plan.rounds] for sends in (True, False))
+    lengths = [max((part.length for part in parts), default=0) for parts in (sent, received)]
+    out, into = (torch.empty(2, length, dtype=torch.uint8, device=device_of(peer)) for length in lengths)
+    for number, (sends, receives) in enumerate(zip(sent, received, strict=True)):
+        data, arriving = out[number % 2, : sends.length], into[number % 2, : receives.length]
+        sends.pack(data, read)
+        yield Round(data, sends.sizes, arriving, receives.sizes, partial(receives.unpack, arriving, write))
 
 
-def by_peer(copies: Sequence[ShardCopy], sends: bool, plan: ShardPlan) -> list[tuple[int, ShardCopy]]:
-    """Return the copies of a round with the peer on the other side, in the order of the peers."""
-    other = [plan.senders + copy.receiver if sends else copy.held.rank for copy in copies]
-    return sorted(zip(other, copies, strict=True), key=lambda pair: pair[0])
+def by_peer(peer: Peer, copies: Sequence[ShardCopy], sends: bool, plan: ShardPlan) -> list[tuple[int, ShardCopy]]:
+    """Return what a peer sends or receives in a round with the peer on the other side, in the order of the peers."""
+    here = [copy for copy in copies if (copy.held.rank == peer.rendezvous.rank) == sends]
+    other = [plan.senders + copy.receiver if sends else copy.held.rank for copy in here]
+    return sorted(zip(other, here, strict=True), key=lambda pair: pair[0])
 
 
 class _Part(NamedTuple):
-    """A peer's copies of one round: the first byte of each, the bytes for each peer, and those of the checksums."""
+    """What a peer sends or receives in one round: the first byte of each box, and the bytes for or from each peer."""
 
     boxes: list[tuple[int, ShardCopy]]
     sizes: list[int]
     check: bool
 
     @classmethod
-    def of_round(cls, copies: Sequence[ShardCopy], sends: bool, size: int, plan: ShardPlan) -> _Part:
-        sizes, boxes, begin = [0] * size, list[tuple[int, ShardCopy]](), 0
+    def of_round(cls, peer: Peer, copies: Sequence[ShardCopy], sends: bool, plan: ShardPlan) -> _Part:
+        sizes, boxes, begin = [0] * peer.rendezvous.size, list[tuple[int, ShardCopy]](), 0
         room = ALIGNMENT * plan.check
-        for peer, copy in by_peer(copies, sends, plan):
-            head = 0 if sizes[peer] else room
+        for other, copy in by_peer(peer, copies, sends, plan):
+            head = 0 if sizes[other] else room
             boxes.append((begin + head, copy))
             length = head + aligned(copy.nbytes)
-            sizes[peer] += length
+            sizes[other] += length
             begin += length
         return cls(boxes, sizes, plan.check)
 
@@ -186,21 +203,22 @@ class _Part(NamedTuple):
         """The number of bytes of the round."""
         return sum(self.sizes)
 
-    def pack(self, data: Tensor, move: Move) -> None:
+    def pack(self, data: Tensor, read: Move) -> None:
         """Write the boxes and the checksums into the bytes of the round."""
         for begin, copy in self.boxes:
-            move(copy, data[begin : begin + copy.nbytes].view(copy.dtype))
+            read(copy, data[begin : begin + copy.nbytes].view(copy.dtype))
         for segment, stated in self._checksums(data):
             stated.copy_(checksum_on_device(segment))
 
-    def unpack(self, data: Tensor, move: Move) -> None:
+    def unpack(self, data: Tensor, write: Move | None) -> None:
         """Compare the checksums, and write the boxes into the parameters."""
         for segment, stated in self._checksums(data):
             if int(stated) != int(checksum_on_device(segment)):
                 names = ", ".join(copy.local for _, copy in self.boxes[:3])
                 raise ValueError(f"{names} arrived with other bits than were sent: the checksum of their round differs")
         for begin, copy in self.boxes:
-            move(copy, data[begin : begin + copy.nbytes].view(copy.dtype))
+            assert write is not None
+            write(copy, data[begin : begin + copy.nbytes].view(copy.dtype))
 
     def _checksums(self, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the bytes for each peer, and the number that holds their checksum."""

@@ -132,7 +132,7 @@ class ShardSender:
         if self._sent is not None and not whole:
             self.sent_bytes = send_changes(peer, self.plan, self._sent, read, self._broken)
         else:
-            exchange_shards(peer, self.plan, read, self._broken)
+            exchange_shards(peer, self.plan, read, broken=self._broken)
             self.sent_bytes = sum(copy.nbytes for copies in self.plan.rounds for copy in copies)
 
     def _parties(
@@ -170,10 +170,14 @@ class ShardSender:
         senders, receivers = len(parties.devices), sum(map(len, parties.ready))
         most = bucket_bytes or default_bucket_bytes(parties.backend == "nccl")
         plans = agree_on_first(
-            lambda: [
-                plan._replace(changed_only=self._changed_only)
-                for plan in plans_of(plan_copies(weights, self._shards or []), senders, receivers, most, check)
-            ],
+            lambda: plans_of(
+                plan_copies(weights, self._shards or []),
+                senders,
+                receivers,
+                most,
+                check=check,
+                changed_only=self._changed_only,
+            ),
             group,
         )
         if plans is not None:
