@@ -32,7 +32,7 @@ class Server(ThreadingHTTPServer):
         self.engine, self.lock = Native(model, device="cpu"), threading.Lock()
         self.process, self.paused, self.calls = "one", False, list[tuple[str, dict[str, Any]]]()
         self.weights, self.answers = dict[str, Tensor](), dict[str, Answer | int]()
-        self.settings: dict[str, Any] = {"logprobs_mode": log_probs, "max_model_len": 24}
+        self.settings: dict[str, Any] = {"logprobs_mode": log_probs, "max_model_len": 24, "max_logprobs": 20}
         self.vocab_size, self.model = vocab_size, model
         self.reader: Any = None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -65,7 +65,8 @@ class Server(ThreadingHTTPServer):
         if "prompt_logprobs" in body:
             return [{"prompt_token_ids": body["prompt"], "prompt_logprobs": self.read(**body)}]
         options = {name: body[name] for name in ("n", "temperature", "top_p")} | {"top_k": body["top_k"] or None}
-        sampling = SamplingOptions(body["max_tokens"], stop_ids=body["stop_token_ids"], **options)
+        masks = {"keep_sampling_mask": True} if body["logprobs"] else {}
+        sampling = SamplingOptions(body["max_tokens"], stop_ids=body["stop_token_ids"], **options, **masks)
         with self.lock:
             (responses,) = self.engine.begin([Request(body["prompt"], body["seed"])], sampling)()
         return [
@@ -74,7 +75,10 @@ class Server(ThreadingHTTPServer):
                 "token_ids": response.tokens,
                 "prompt_token_ids": body["prompt"],
                 "finish_reason": "length",
-                "logprobs": {"token_logprobs": response.log_probs},
+                "logprobs": {
+                    "token_logprobs": response.log_probs,
+                    "top_logprobs": response.kept and [self.likeliest(ids, body["logprobs"]) for ids in response.kept],
+                },
             }
             for index, response in enumerate(responses)
         ][::-1]
@@ -92,6 +96,11 @@ class Server(ThreadingHTTPServer):
                 for token, row in zip(prompt[1:], rows, strict=False)
             ),
         ]
+
+    def likeliest(self, kept: list[int], count: int) -> dict[str, float]:
+        """Return the log-probs of a position; those of dropped tokens are minus infinity."""
+        ids = kept + [token for token in range(self.vocab_size) if token not in kept]
+        return {f"token_id:{token}": -1.0 if token in kept else -9999.0 for token in ids[:count]}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +196,11 @@ def test_a_weight_sync_that_fails_leaves_the_engine_refusing(
         ("processed_logprobs", {"temperature": 0.7}, ""),
         ("processed_logprobs", {"top_k": 4}, "after top_k=4 and top_p=1.0; leave both out"),
         ("processed_logprobs", {"top_p": 0.9}, "after top_k=None and top_p=0.9"),
-        ("processed_logprobs", {"top_k": 4, "keep_sampling_mask": True}, "no sampling masks"),
+        ("processed_logprobs", {"top_p": 0.9, "log_probs": False}, ""),
+        ("processed_logprobs", {"top_k": 19, "keep_sampling_mask": True}, ""),
+        ("processed_logprobs", {"top_k": 20, "keep_sampling_mask": True}, "reports 20 log-probs .* --max-logprobs -1"),
+        ("processed_logprobs", {"top_p": 0.9, "keep_sampling_mask": True}, "need top_k, which bounds"),
+        ("raw_logprobs", {"top_k": 4, "keep_sampling_mask": True}, "log-probs after the truncation; start it with"),
         ("raw_logprobs", {"top_p": 0.9}, ""),
         ("raw_logprobs", {"temperature": 0.7}, "not at temperature=0.7; start it with"),
         ("raw_logits", {}, "start it with --logprobs-mode processed_logprobs"),
@@ -206,10 +212,38 @@ def test_log_probs_are_those_at_the_temperature_or_refused(
     server.settings["logprobs_mode"] = log_probs
     facts = server_facts(JsonClient(server.url))
     if not message:
-        facts.check(server.url, 30, 24, [SamplingOptions(5, **sampling)])
+        facts.check(server.url, 30, 24, SamplingOptions(5, **sampling))
         return
     with pytest.raises(ValueError, match=rf"{server.url} has --logprobs-mode {log_probs}: .*{message}"):
-        facts.check(server.url, 30, 24, [SamplingOptions(5, **sampling)])
+        facts.check(server.url, 30, 24, SamplingOptions(5, **sampling))
+
+
+@pytest.mark.parametrize("kind", [{"top_k": 3}, {"top_k": 9, "top_p": 0.5}])
+def test_sampling_masks_are_the_tokens_with_a_log_prob(
+    server: Server, engine: VllmServer, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
+) -> None:
+    """Also where the first answer is too short to show that no kept token is missing."""
+    monkeypatch.setattr(vllm_server, "_MORE_LOG_PROBS", -2 * kind["top_k"] + 2)
+    sampling = SamplingOptions(5, n=2, temperature=0.7, keep_sampling_mask=True, **kind)
+    answers = engine.begin(REQUESTS, sampling)()
+    assert answers == [server.engine.begin([request], sampling)()[0] for request in REQUESTS]
+    widths = {body["logprobs"] for path, body in server.calls if path == "/v1/completions"}
+    assert widths >= {2, 8}
+    server.settings["max_logprobs"] = 4
+    monkeypatch.setattr(vllm_server, "_MORE_LOG_PROBS", -4)
+    engine.load(dict(server.weights).items())
+    server.answers["/v1/completions"] = lambda body: {"choices": server.choices(body | {"top_k": 8, "top_p": 1.0})}
+    with pytest.raises(RuntimeError, match="kept more than 4 tokens; start it with --max-logprobs -1"):
+        engine.begin(REQUESTS, SamplingOptions(5, top_k=3, keep_sampling_mask=True))()
+
+
+def test_an_evaluation_with_top_p_needs_no_log_probs(server: Server, engine: VllmServer) -> None:
+    sampling = SamplingOptions(5, top_p=0.6, log_probs=False)
+    answers = engine.begin(REQUESTS, sampling)()
+    assert [a[0].tokens for a in answers] == [a[0].tokens for a in server.engine.begin(REQUESTS, sampling)()]
+    assert all(math.isnan(value) for answer in answers for value in answer[0].log_probs)
+    plain = replace(sampling, top_p=1.0)
+    assert not any(math.isnan(value) for answer in engine.begin(REQUESTS, plain)() for value in answer[0].log_probs)
 
 
 def test_the_engine_refuses_what_does_not_fit(engine: VllmServer) -> None:
@@ -217,8 +251,8 @@ def test_the_engine_refuses_what_does_not_fit(engine: VllmServer) -> None:
         engine.begin(REQUESTS, SamplingOptions(22))
     with pytest.raises(ValueError, match="images do not go over HTTP"):
         engine.begin([Request([1], 0, ("image",), [1])], GREEDY)
-    with pytest.raises(ValueError, match="no sampling masks"):
-        engine.begin(REQUESTS, SamplingOptions(5, top_k=3, keep_sampling_mask=True))
+    with pytest.raises(ValueError, match="sampling masks need top_k"):
+        engine.begin(REQUESTS, SamplingOptions(5, top_p=0.5, keep_sampling_mask=True))
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

@@ -32,10 +32,11 @@ class SamplingOptions:
             depend neither on the other responses nor on `max_sequences`.
         keep_sampling_mask: Normalise the log-probs over the tokens that top-k, top-p and min-p kept, and return these
             tokens, the `sampling_mask` of a batch.
+        log_probs: False: nobody reads the log-probs, so an engine that does not know them may return NaN.
 
     Raises:
         ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`
-            stands without a truncation or with temperature 0.
+            stands without a truncation, with temperature 0 or without log-probs.
     """
 
     max_new_tokens: int
@@ -48,6 +49,7 @@ class SamplingOptions:
     stop_ids: Iterable[int] = ()
     seed: int = 0
     keep_sampling_mask: bool = False
+    log_probs: bool = True
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -72,9 +74,9 @@ class SamplingOptions:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
-        if self.keep_sampling_mask and not (self.truncates and self.temperature):
+        if self.keep_sampling_mask and not (self.truncates and self.temperature and self.log_probs):
             raise ValueError(
-                "keep_sampling_mask needs top_k, top_p or min_p, and a temperature above 0, not temperature="
+                "keep_sampling_mask needs top_k, top_p or min_p, log_probs, and a temperature above 0, not temperature="
                 f"{self.temperature}; give one of them, or leave the mask out"
             )
         if isinstance(self.stop_ids, str | bytes) or not isinstance(self.stop_ids, Iterable):
@@ -176,6 +178,7 @@ class GenerationKeywords(TypedDict, total=False):
     stop_ids: Iterable[int]
     seed: int
     keep_sampling_mask: bool
+    log_probs: bool
     exact: bool
     float8: bool
     float8_cache: bool

@@ -39,7 +39,8 @@ class RolloutEngine(Protocol):
         Returns:
             The responses are in the mask. The field `log_probs` `[T]` holds the sampler's own log-prob of each response
             token at `sampling.temperature`, before any truncation; 0 elsewhere. With `sampling.keep_sampling_mask` the
-            log-probs are those among the kept tokens, the batch's `sampling_mask`.
+            log-probs are those among the kept tokens, the batch's `sampling_mask`. With `sampling.log_probs=False` they
+            may be NaN.
             Engines apart from the actor add the field `version` (`VERSION`); elsewhere the run adds it.
 
         Raises:

@@ -20,6 +20,7 @@ class LogProbs:
 
     Training has the distribution at the sampling temperature, or the distribution over a sampling mask. vLLM reports
     both by itself, but for a truncation without masks, and for masks where several tokens are as likely as the last.
+    Requests whose log-probs nobody reads are as requests without truncation.
 
     Args:
         choose: `VllmWorker.set_log_probs` of all workers.
@@ -53,7 +54,8 @@ def _log_probs_of(sampling: SamplingOptions) -> tuple[float | None, int | None]:
     """Return the arguments of `VllmWorker.set_log_probs`."""
     if sampling.keep_sampling_mask:
         return None, sampling.top_k
-    return (sampling.temperature if sampling.truncates and sampling.temperature else None), None
+    before_truncation = sampling.log_probs and sampling.truncates and sampling.temperature
+    return (sampling.temperature if before_truncation else None), None
 
 
 def parameters_of(request: Request, sampling: SamplingOptions, vocab_size: int, *, in_parts: bool) -> Any:
@@ -118,6 +120,7 @@ class DrawnTokens:
         self.ids = list[int]()
         self._log_probs, self._versions = list[float](), list[int]()
         self._kept: list[list[int]] | None = [] if sampling.keep_sampling_mask else None
+        self._unknown = sampling.truncates and not sampling.log_probs
         self._routing: Tensor | None = None
 
     def add(self, output: Any, version: int | None) -> None:
@@ -137,7 +140,7 @@ class DrawnTokens:
             raise ValueError(
                 "vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken"
             )
-        self._log_probs += log_probs
+        self._log_probs += [math.nan] * len(log_probs) if self._unknown else log_probs
         if self._kept is not None:
             self._kept += [
                 list({flat.token_ids[i] for i in range(start, end) if flat.logprobs[i] > -math.inf})

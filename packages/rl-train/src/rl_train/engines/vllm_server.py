@@ -23,6 +23,8 @@ from rl_train.weight_sync.buckets import NamedTensors
 _FILE_BYTES = 1 << 30
 # What the server reports in place of a log-prob of minus infinity.
 _MINUS_INFINITY = -9999.0
+# The log-probs of a token that sampling masks ask for, beyond twice top-k.
+_MORE_LOG_PROBS = 16
 _INFO = "/server_info?config_format=json"
 _KEY = "set VLLM_API_KEY to the key of the server"
 # What to do about each HTTP status.
@@ -33,6 +35,7 @@ class ServerFacts(NamedTuple):
     """The name of a server's model, the id of its process, its kind of log-probs, and its limits.
 
     `process` differs each time that the server starts. `vocab_size` is None if the server does not name it.
+    `most_log_probs` is the most log-probs of a token that it reports, -1: of the whole vocabulary.
     """
 
     model: str
@@ -40,13 +43,14 @@ class ServerFacts(NamedTuple):
     log_probs: str
     longest: int
     vocab_size: int | None
+    most_log_probs: int
 
-    def check(self, url: str, vocab_size: int, longest: int, samplings: Sequence[SamplingOptions]) -> None:
+    def check(self, url: str, vocab_size: int, longest: int, sampling: SamplingOptions) -> None:
         """Compare a run with the server.
 
         Raises:
             ValueError: The vocabulary is another one, sequences are longer than the server's, or its log-probs are not
-                those of some options.
+                those of the options.
         """
         if self.vocab_size not in (None, vocab_size):
             raise ValueError(
@@ -58,15 +62,29 @@ class ServerFacts(NamedTuple):
                 f"a prompt and its response have {longest} tokens, more than the longest sequence of the server {url}, "
                 f"{self.longest}; start it with --max-model-len {longest}, or give fewer --max-new-tokens"
             )
-        for sampling in samplings:
-            if reason := _refusal(sampling, self.log_probs):
-                raise ValueError(f"the server {url} has --logprobs-mode {self.log_probs}: {reason}")
+        if sampling.log_probs and (reason := self.refusal(sampling)):
+            raise ValueError(f"the server {url} has --logprobs-mode {self.log_probs}: {reason}")
+
+    def refusal(self, sampling: SamplingOptions) -> str:
+        """Say why the server's log-probs and masks are not those of `RolloutEngine.generate`; empty: they are."""
+        if not sampling.keep_sampling_mask:
+            return _refusal(sampling, self.log_probs)
+        if self.log_probs != "processed_logprobs":
+            return (
+                "sampling masks need log-probs after the truncation; start it with --logprobs-mode processed_logprobs"
+            )
+        if sampling.top_k is None:
+            return "sampling masks need top_k, which bounds the server's answers; give top_k, or use another engine"
+        if 0 <= self.most_log_probs <= sampling.top_k:
+            return (
+                f"it reports {self.most_log_probs} log-probs of a token, and sampling masks of top_k={sampling.top_k} "
+                "need more; start it with --max-logprobs -1"
+            )
+        return ""
 
 
 def _refusal(sampling: SamplingOptions, log_probs: str) -> str:
     """Say why log-probs of this kind are not those at the temperature, before top-k and top-p; empty: they are."""
-    if sampling.keep_sampling_mask:
-        return "over HTTP there are no sampling masks; leave keep_sampling_mask out, or use rollouts=vllm"
     if log_probs == "raw_logprobs":
         if sampling.temperature in (0, 1):
             return ""
@@ -93,10 +111,9 @@ def server_facts(client: JsonClient) -> ServerFacts:
     try:
         config = client.call(_INFO)["vllm_config"]
         model, settings = client.call("/v1/models")["data"][0]["id"], config["model_config"]
-        longest = int(settings["max_model_len"])
-        return ServerFacts(
-            model, config["instance_id"], settings["logprobs_mode"], longest, vocabulary_of(client, model)
-        )
+        longest, most = int(settings["max_model_len"]), int(settings["max_logprobs"])
+        kind, vocab_size = settings["logprobs_mode"], vocabulary_of(client, model)
+        return ServerFacts(model, config["instance_id"], kind, longest, vocab_size, most)
     except RefusedError as error:
         raise ValueError(f"{error}; {_FIXES.get(error.status, 'see the log of the server')}") from error
     except RuntimeError as error:
@@ -160,7 +177,7 @@ class VllmServer:
         if any(request.images for request in requests):
             raise ValueError("prompts with images do not go over HTTP; use rollouts=vllm, or leave the images out")
         longest = max((len(r.prompt) + sampling.limit(len(r.prompt)) for r in requests), default=0)
-        self._facts.check(self._client.url, self._facts.vocab_size or 0, longest, [sampling])
+        self._facts.check(self._client.url, self._facts.vocab_size or 0, longest, sampling)
         client = self._connect()
         self._drawing.add(client)
         threads = ThreadPoolExecutor(max(1, min(len(requests), self._max_sequences // sampling.n)), "requests")
@@ -233,14 +250,19 @@ class VllmServer:
     def _draw(self, client: JsonClient, request: Request, sampling: SamplingOptions) -> list[Response]:
         # vLLM refuses several greedy responses, which would all be equal.
         count = sampling.n if sampling.temperature else 1
-        answer = client.call("/v1/completions", _body(self._facts.model, request, sampling, count))
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            responses = [_response(choice, request) for choice in choices]
-        except (LookupError, TypeError) as error:
-            raise RuntimeError(f"{client.url} answers with no token ids or log-probs: {error!r}") from error
+        body = _body(self._facts.model, request, sampling, count)
+        most = self._facts.most_log_probs if self._facts.most_log_probs >= 0 else self._facts.vocab_size or 2**30
+        if sampling.keep_sampling_mask:
+            # vLLM keeps all tokens that are as likely as the last of top-k.
+            body["logprobs"] = min(2 * (sampling.top_k or 0) + _MORE_LOG_PROBS, most)
+        while (responses := _answered(client, body, request, sampling)) is None:
+            if body["logprobs"] >= most:
+                raise RuntimeError(f"{client.url} kept more than {most} tokens; start it with --max-logprobs -1")
+            body["logprobs"] = min(4 * body["logprobs"], most)  # the seed draws the same tokens again
         if len(responses) != count:
             raise RuntimeError(f"{client.url} answers with {len(responses)} responses instead of {count}")
+        if self._facts.refusal(sampling):
+            responses = [response._replace(log_probs=[math.nan] * len(response.tokens)) for response in responses]
         return responses if sampling.temperature else responses * sampling.n
 
 
@@ -268,7 +290,25 @@ def _body(model: str, request: Request, sampling: SamplingOptions, count: int) -
     }
 
 
-def _response(choice: dict[str, Any], request: Request) -> Response:
+class _MaskCutOff(Exception):
+    """The answer may lack kept tokens: it has no token that was dropped."""
+
+
+def _answered(
+    client: JsonClient, body: dict[str, Any], request: Request, sampling: SamplingOptions
+) -> list[Response] | None:
+    """Return the responses of a completion; None: their masks may lack tokens."""
+    answer = client.call("/v1/completions", body)
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [_response(choice, request, sampling) for choice in choices]
+    except _MaskCutOff:
+        return None
+    except (LookupError, TypeError) as error:
+        raise RuntimeError(f"{client.url} answers with no token ids or log-probs: {error!r}") from error
+
+
+def _response(choice: dict[str, Any], request: Request, sampling: SamplingOptions) -> Response:
     """Return the response of a choice; RuntimeError if it is incomplete or does not continue the prompt."""
     tokens, log_probs = list(choice["token_ids"]), [float(value) for value in choice["logprobs"]["token_logprobs"]]
     if choice["prompt_token_ids"] != request.prompt:
@@ -279,7 +319,16 @@ def _response(choice: dict[str, Any], request: Request) -> Response:
         raise RuntimeError(f"the server has {len(log_probs)} log-probs for {len(tokens)} tokens")
     if not all(math.isfinite(value) and value > _MINUS_INFINITY for value in log_probs):
         raise RuntimeError("the server gives NaN or infinite log-probs: the model has diverged")
-    return Response(tokens, log_probs)
+    kept = [_kept(row) for row in choice["logprobs"]["top_logprobs"]] if sampling.keep_sampling_mask else None
+    return Response(tokens, log_probs, kept)
+
+
+def _kept(log_probs: dict[str, float]) -> list[int]:
+    """Return the kept tokens of a position, by the log-probs of its likeliest tokens, whose names have their ids."""
+    ids = [int(name.removeprefix("token_id:")) for name, value in log_probs.items() if value > _MINUS_INFINITY]
+    if len(ids) == len(log_probs):
+        raise _MaskCutOff
+    return ids
 
 
 def _write(folder: Path, named_tensors: NamedTensors) -> None:

@@ -268,13 +268,9 @@ def _longest(options: TrainOptions, prompts: Sequence[Prompt], *, of_teacher: bo
 
 
 def _check_server(options: TrainOptions, vocab_size: int, longest: int) -> None:
-    """Refuse a server that cannot generate the responses of a run and of its evaluations."""
-    held_out, samplings = options.evaluation, [options.sampling]
-    if held_out.prompts is not None:
-        plain = replace(options.sampling, temperature=held_out.temperature, top_k=None, keep_sampling_mask=False)
-        samplings.append(replace(plain, top_p=held_out.top_p))
+    """Refuse a server that cannot generate the responses of a run; evaluations read no log-probs."""
     with closing(JsonClient(options.rollouts.engine, timeout=120.0, patience=0.0)) as client:
-        server_facts(client).check(client.url, vocab_size, longest, samplings)
+        server_facts(client).check(client.url, vocab_size, longest, options.sampling)
 
 
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:

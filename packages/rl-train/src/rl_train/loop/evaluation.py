@@ -30,6 +30,7 @@ def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, flo
         top_p=evaluation.top_p,
         stop_ids=checked_run.stop_ids,
         seed=options.seed,
+        log_probs=False,
     )
     batch = ask(evaluation.prompts, prompts, sampling).result()
     scored = scorer(evaluation.prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
