@@ -1,8 +1,8 @@
-"""What a teacher adds to a batch, beside transformers: a model, the policy without adapters, or a server."""
+"""What a teacher adds to a batch, beside transformers: a model, the policy without adapters, or an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rl_models import Actor, Batch, LoraOptions, OptimizerOptions
 from rl_models.api import WholeBatches
+from rl_train.engines.interface import ReadingEngine
+from rl_train.engines.native_reader import NativeReader
 from rl_train.engines.reading_server import ReadingServer
 from rl_train.engines.teacher_engine import TeacherEngine
 from rl_train.loop.models import Models
@@ -24,7 +26,6 @@ from ..engines.server import Server
 
 ROWS, COUNTS = [[1, 4, 5, 6], [7, 8, 2, 3, 9], [8, 9, 1]], [2, 3, 1]
 HINTS = [[11, 12, 13], [14], [15, 16, 17, 18]]
-LISTED = 4
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +44,19 @@ def adapted(model: Path) -> WholeBatches:
     return actor
 
 
-@pytest.fixture(scope="module", params=["reference", "adapters off", "server"])
+@pytest.fixture(scope="module", params=["reference", "adapters off", "server", "native"])
 def models(request: pytest.FixtureRequest, model: Path, adapted: WholeBatches, server: Server) -> Iterator[Models]:
-    """Three ways to the same teacher, the model."""
+    """Four ways to the same teacher, the model."""
     if request.param == "reference":
         yield Models(adapted, reference=WholeBatches(Actor.from_pretrained(model, device="cpu")))
     elif request.param == "adapters off":
         yield Models(adapted)
     else:
-        with closing(TeacherEngine(lambda: ReadingServer(server.url, 30), None)) as teacher:
+        readers: dict[str, Callable[[], ReadingEngine]] = {
+            "server": lambda: ReadingServer(server.url, 30),
+            "native": lambda: NativeReader(model, device="cpu", max_tokens=8),
+        }
+        with closing(TeacherEngine(readers[request.param], None)) as teacher:
             yield Models(adapted, teacher=teacher)
 
 
@@ -83,23 +88,24 @@ def test_a_teacher_reads_the_responses(
     model: Path, models: Models, divergence: str | None, prompts: list[list[int]] | None
 ) -> None:
     batch = Batch.from_sequences(ROWS, response_lengths=COUNTS)
-    further = {"teacher.top_k": LISTED} if models.teacher is not None and divergence else {}
+    states, log_probs = truth(model, prompts)
+    mask, drawn = batch.mask, log_probs.gather(1, batch.tokens[:, None])
+    # The least likely token of the responses is the first one that is not listed.
+    top_k = int((log_probs > drawn)[mask].sum(1).max())
+    further = {"teacher.top_k": top_k} if models.teacher is not None and divergence else {}
     resolved = options(model, models, **further, **({"objective.divergence": divergence} if divergence else {}))
     taught = models.with_reference(batch, resolved, prompts)
-    states, log_probs = truth(model, prompts)
-    mask = batch.mask
     if divergence is None:
-        drawn = log_probs.gather(1, batch.tokens[:, None])[:, 0]
-        torch.testing.assert_close(taught["reference_log_probs"][mask], drawn[mask], rtol=0, atol=1e-5)
+        torch.testing.assert_close(taught["reference_log_probs"][mask], drawn[mask, 0], rtol=0, atol=1e-5)
     elif models.teacher is None:
         torch.testing.assert_close(taught["teacher_states"][mask], states[mask], rtol=0, atol=1e-5)
     else:
         ids, values = taught["teacher_ids"], taught["teacher_log_probs"]
-        assert ids.shape == (batch.num_tokens, LISTED + 1)
+        assert ids.shape == (batch.num_tokens, top_k + 1)
         if prompts is not None:
             assert (ids[~mask] == -1).all()
         for place in mask.nonzero().flatten().tolist():
             listed = ids[place][ids[place] >= 0]
-            likeliest = log_probs[place].topk(LISTED).indices.tolist()
+            likeliest = log_probs[place].topk(top_k).indices.tolist()
             assert set(listed.tolist()) == {*likeliest, int(batch.tokens[place])}
             torch.testing.assert_close(values[place][ids[place] >= 0], log_probs[place][listed], rtol=0, atol=1e-5)

@@ -233,6 +233,18 @@ def test_a_policy_learns_from_a_server(model: Path, teacher: Path, prompts: Path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder_of_rewards")
+def test_a_policy_learns_from_a_native_engine(model: Path, teacher: Path, prompts: Path, tmp_path: Path) -> None:
+    options = {"algorithm": "on-policy-distillation", "reference": teacher, "dims": "dp=2", "steps": 12}
+    options |= {"teacher.engine": "native", "teacher.devices": "cpu", "objective.divergence": "reverse_kl"}
+    options |= {"prompts_per_step": 64, "epochs": 2, "teacher.top_k": 8}
+    result = CliRunner().invoke(app, arguments(model, prompts, tmp_path / "run", **options))
+    assert result.exit_code == 0, result.output
+    records = lines(tmp_path / "run")
+    assert records[-1]["kl"] < 0.5 * records[0]["kl"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder_of_rewards")
 def test_adapters_learn_from_their_base_that_reads_more(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": x, "hint": x + "zyx"}) + "\n" for x in "abcdefgh"))

@@ -157,9 +157,11 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ),
         ({"teacher.prompts": "hint"}, "teacher.prompts=hint needs algorithm=on-policy-distillation"),
         ({"teacher.engine": "vllm"}, "teacher.engine=vllm needs algorithm=on-policy-distillation"),
-        (DISTIL | {"teacher.devices": "4"}, "teacher.devices=4 needs teacher.engine=vllm"),
+        (DISTIL | {"teacher.devices": "4"}, "teacher.devices=4 needs teacher.engine=native or vllm"),
+        (DISTIL | {"teacher.engine": "native", "teacher.dims": "tp=2"}, "teacher.dims=tp=2 needs teacher.engine=vllm"),
         (DISTIL | {"teacher.top_k": 9}, "teacher.top_k=9 needs teacher.engine and objective.divergence"),
-        (DISTIL | {"teacher.engine": "native"}, "teacher.engine='native' must be vllm or http://HOST:PORT"),
+        (DISTIL | {"teacher.engine": "sglang"}, "teacher.engine='sglang' must be native, vllm or http://HOST:PORT"),
+        (DISTIL | {"teacher.engine": "native"}, "teacher.engine=native needs teacher.devices, 1 for each engine"),
         (
             DISTIL | {"teacher.engine": "vllm", "teacher.devices": "4,5,6", "teacher.dims": "tp=2"},
             "teacher.engine=vllm needs teacher.devices, 2 for each engine, and a run without ray; got .*4,5,6",

@@ -27,7 +27,7 @@ def check_teacher(options: TrainOptions, longest: int) -> None:
         with closing(ReadingServer(str(teacher.engine), size, timeout=120.0, patience=0.0)) as server:
             server.check(longest, teacher.top_k if options.objective.divergence is not None else 0)
         return
-    if teacher.engine is not None:
+    if teacher.engine == "vllm":
         require_vllm()
     reference = options.reference or options.model
     require_length(longest, longest_sequence(Checkpoint(reference)))

@@ -26,6 +26,7 @@ from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, ReadingEngine, RolloutEngine
 from rl_train.engines.native import NativeEngine
 from rl_train.engines.native_ranks import native_engine
+from rl_train.engines.native_reader import NativeReader
 from rl_train.engines.process import device_groups, processes
 from rl_train.engines.reading_server import ReadingServer
 from rl_train.engines.separate import SeparateEngine
@@ -137,15 +138,13 @@ def _teacher(checked_run: CheckedRun) -> ReadingEngine:
     options, teacher, timeout = checked_run.options, checked_run.options.teacher, checked_run.options.collective_timeout
     if teacher.has_server:
         return ReadingServer(str(teacher.engine), vocabulary_size(options.model), timeout=timeout)
-    dims = ParallelDims.parse(teacher.dims)
-    make = partial(
-        Vllm,
-        str(options.reference),
-        dims=dims,
-        memory=options.rollouts.memory,
-        dtype=plain(options.engine.dtype),
-        max_model_len=checked_run.longest_of_teacher + 1,
-    )
+    dims, folder = ParallelDims.parse(teacher.dims), str(options.reference)
+    make: Callable[[], ReadingEngine]
+    if teacher.engine == "vllm":
+        longest, dtype = checked_run.longest_of_teacher + 1, plain(options.engine.dtype)
+        make = partial(Vllm, folder, dims=dims, memory=options.rollouts.memory, dtype=dtype, max_model_len=longest)
+    else:
+        make = partial(NativeReader, folder, dtype=options.engine.dtype, max_tokens=options.max_tokens)
     devices = device_groups(device_ids(teacher.devices) or [], dims)
     return ReadingProcesses(processes(make, devices, timeout=timeout))
 

@@ -47,8 +47,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "reference", not teacher.has_server, "another teacher.engine than a server, which has a model of its own"
     for name in ("prompts", "engine"):
         yield f"teacher.{name}", options.rule.teacher, "algorithm=on-policy-distillation"
-    for name in ("devices", "dims"):
-        yield f"teacher.{name}", teacher.engine == "vllm", "teacher.engine=vllm"
+    yield "teacher.devices", teacher.engine in ("native", "vllm"), "teacher.engine=native or vllm"
+    yield "teacher.dims", teacher.engine == "vllm", "teacher.engine=vllm"
     listed = teacher.engine is not None and options.objective.divergence is not None
     yield "teacher.top_k", listed, "teacher.engine and objective.divergence"
     yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
@@ -188,10 +188,10 @@ def _mistakes_of_teacher(options: TrainOptions) -> Iterator[str]:
         )
     if teacher.engine is None:
         return
-    if teacher.engine != "vllm" and not teacher.has_server:
+    if teacher.engine not in ("native", "vllm") and not teacher.has_server:
         yield (
-            f"teacher.engine={teacher.engine!r} must be vllm or http://HOST:PORT; leave it out for a model on the "
-            "policy's ranks"
+            f"teacher.engine={teacher.engine!r} must be native, vllm or http://HOST:PORT; leave it out for a model on "
+            "the policy's ranks"
         )
     if sampling.temperature != 1:
         yield (
@@ -203,12 +203,12 @@ def _mistakes_of_teacher(options: TrainOptions) -> Iterator[str]:
             "sampling.keep_sampling_mask compares log-probs among the kept tokens, and teacher.engine reports those of "
             "the vocabulary; give objective.divergence, or leave one of them out"
         )
-    if teacher.engine == "vllm":
+    if teacher.engine in ("native", "vllm"):
         devices, ranks = device_ids(teacher.devices), ParallelDims.parse(teacher.dims).world_size
         if options.ray or devices is None or len(devices) % ranks:
             yield (
-                f"teacher.engine=vllm needs teacher.devices, {ranks} for each engine, and a run without ray; got "
-                f"teacher.devices={teacher.devices} and ray={options.ray}"
+                f"teacher.engine={teacher.engine} needs teacher.devices, {ranks} for each engine, and a run without "
+                f"ray; got teacher.devices={teacher.devices} and ray={options.ray}"
             )
 
 

@@ -185,11 +185,11 @@ class TeacherOptions(BaseModel):
     prompts: Text | None = None
     """Column with the teacher's prompt, which may tell more than the policy's (default: the policy's prompt)."""
     engine: Free[Text | None] = None
-    """Engine of the teacher: vllm on --teacher.devices, or http://HOST:PORT (default: a model on the policy's grid)."""
+    """Engine of the teacher: native or vllm on --teacher.devices, or http://HOST:PORT (default: the policy's ranks)."""
     devices: Free[Text | None] = None
-    """Devices of --teacher.engine vllm, such as 4,5, or cpu."""
+    """Devices of the teacher's engines, such as 4,5, or cpu."""
     dims: Free[Text] = ""
-    """Grid of each engine on --teacher.devices, such as tp=2 (default: one device)."""
+    """Grid of each engine of vLLM on --teacher.devices, such as tp=2 (default: one device)."""
     top_k: Count = 20
     """Number of the teacher's likeliest tokens that an engine returns for --objective.divergence."""
 
