@@ -27,9 +27,9 @@ from measure import ceilings, machine, milliseconds, table, write_json
 from torch import Tensor
 
 from parallel_layers import linear_log_probs
-from parallel_layers.head import SamplingMask
+from parallel_layers.head import SamplingMask, linear_token_statistics
 
-SHAPES = [(8192, 4096, 128256), (16384, 4096, 151936), (8192, 2560, 151936)]
+SHAPES = [(8192, 4096, 128256), (16384, 4096, 151936), (8192, 2560, 151936), (8192, 2048, 262144), (8192, 8192, 262144)]
 CHECKED_TOKENS = 512
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -104,6 +104,15 @@ class Masked:
         return linear_log_probs(hidden, weight, labels, sampling_mask=self.mask(labels, len(weight)))
 
 
+def listing(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    statistics = linear_token_statistics(hidden, weight, labels, top_n=20)
+    return statistics.log_probs, statistics.entropy
+
+
+def without_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    return linear_log_probs(hidden, weight, labels, entropy=False)
+
+
 def materialised(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
     log_softmax = torch.log_softmax((hidden @ weight.T).float(), -1)
     return log_softmax.gather(-1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
@@ -166,6 +175,8 @@ def cut_cross_entropy() -> Forward:
 VARIANTS: dict[str, Callable[[], Forward]] = {
     "ours: linear_log_probs": lambda: ours,
     "ours: keep_probabilities=True": lambda: ours_keeping,
+    "ours: entropy=False": lambda: without_entropy,
+    "ours: ranks and 20 most likely tokens": lambda: listing,
     "ours: sampling mask of 50": lambda: Masked(50),
     "ours: sampling mask of 400 on average": lambda: Masked(400, ragged=True),
     "ours: sampling mask of 64000": lambda: Masked(64000),
@@ -191,7 +202,7 @@ class Row:
     grad_hidden_error: float | None = None
 
     def medians(self) -> tuple[float, float]:
-        return statistics.median(self.forward_ms), statistics.median(self.both_ms)
+        return statistics.median(self.forward_ms), statistics.median(self.both_ms or [math.nan])
 
 
 def backward(outputs: tuple[Tensor, Tensor | None], problem: Problem) -> list[Tensor]:
@@ -210,7 +221,8 @@ def one_round(row: Row, forward: Forward, problem: Problem) -> None:
     """Time a forward alone, then a forward and backward."""
     inputs = (problem.hidden, problem.weight, problem.labels)
     row.forward_ms.append(milliseconds(lambda: forward(*inputs)))
-    row.both_ms.append(milliseconds(lambda: backward(forward(*inputs), problem)))
+    if forward is not listing:  # which has no gradient
+        row.both_ms.append(milliseconds(lambda: backward(forward(*inputs), problem)))
 
 
 def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> None:
@@ -221,7 +233,7 @@ def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> N
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     outputs = forward(problem.hidden, problem.weight, problem.labels)
-    gradients = backward(outputs, problem)
+    gradients = [] if forward is listing else backward(outputs, problem)
     extra = torch.cuda.max_memory_allocated() - before
     row.extra_gib = extra / 2**30
     returned = sum(gradient.nbytes for gradient in gradients)
@@ -230,12 +242,13 @@ def measure_memory_and_errors(row: Row, forward: Forward, problem: Problem) -> N
     if not log_probs.ndim:
         return
     mask = forward.mask(problem.labels, len(problem.weight)) if isinstance(forward, Masked) else None
-    truth = problem.truth(mask, entropy=entropy is not None)
+    truth = problem.truth(mask, entropy=entropy is not None and forward is not listing)
     first = slice(CHECKED_TOKENS)
     row.log_prob_error = (log_probs[first].double() - truth[0]).abs().max().item()
     if entropy is not None:
         row.entropy_error = (entropy[first].double() - truth[1]).abs().max().item()
-    row.grad_hidden_error = ((gradients[0][first].double() - truth[2]).norm() / truth[2].norm()).item()
+    if gradients:
+        row.grad_hidden_error = ((gradients[0][first].double() - truth[2]).norm() / truth[2].norm()).item()
 
 
 def measure(shape: tuple[int, int, int], forwards: dict[str, Forward], rounds: int) -> list[Row]:

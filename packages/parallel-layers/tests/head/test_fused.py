@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import LogProbs, linear_log_probs
-from parallel_layers.head import chunked, fused
+from parallel_layers.head import chunked, fused, linear_token_statistics
 from parallel_layers.head.log_probs import has_room
 from parallel_layers.testing import RankPool
 
@@ -351,3 +351,37 @@ def test_only_the_last_backward_of_a_graph_overwrites_what_was_kept(
 
 def test_the_cpu_takes_the_torch_path() -> None:
     assert not fused.supports(torch.zeros(4, 8).bfloat16(), torch.zeros(5, 8).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("shape", "top_n"), [((300, 512, 70000), 20), ((5, 64, 100), 64)])
+def test_ranks_and_the_most_likely_tokens(shape: tuple[int, int, int], top_n: int, softcap: float | None) -> None:
+    """Within fp32's errors of the logits; and without errors, in the order of ids, where small integers tie."""
+    hidden, weight, labels, *_ = problem(*shape)
+    temperature = torch.linspace(0.5, 2, len(hidden), device="cuda")
+    options: dict[str, Any] = {"temperature": temperature, "logit_softcap": softcap}
+    actual = linear_token_statistics(hidden, weight, labels, top_n=top_n, **options)
+    ours = linear_log_probs(hidden, weight, labels, **options)
+    torch.testing.assert_close((actual.log_probs, actual.entropy), tuple(ours), rtol=0, atol=0)
+    logits = hidden.double() @ weight.double().T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_probs = (logits / temperature[:, None]).log_softmax(-1)
+    torch.testing.assert_close(actual.top_log_probs.double(), log_probs.topk(top_n).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual.top_log_probs.double(), log_probs.gather(1, actual.top_ids), rtol=0, atol=1e-4)
+    assert all(len(set(row)) == top_n for row in actual.top_ids.tolist())
+    of_label = log_probs.gather(1, labels.clamp(min=0)[:, None])
+    least, most = ((log_probs > of_label + d).sum(1) + 1 for d in (1e-4, -1e-4))
+    ranked = labels != IGNORE
+    assert ((least <= actual.ranks) & (actual.ranks <= most))[ranked].all()
+    assert (actual.ranks[~ranked] == 0).all()
+    in_list = (actual.top_ids == labels[:, None]).any(1)
+    assert ((actual.ranks <= top_n) == in_list)[ranked].all()
+
+    hidden = torch.randint(-1, 2, hidden.shape, device="cuda").bfloat16()
+    weight = torch.randint(-1, 2, weight.shape, device="cuda").bfloat16() / 4
+    actual = linear_token_statistics(hidden, weight, labels, top_n=top_n)
+    order = (hidden.double() @ weight.double().T).sort(dim=1, descending=True, stable=True).indices
+    torch.testing.assert_close(actual.top_ids, order[:, :top_n])
+    expected = 1 + (order == labels[:, None]).int().argmax(1)
+    torch.testing.assert_close(actual.ranks, expected.masked_fill(~ranked, 0))

@@ -1,13 +1,16 @@
 """The gradient of logits from saved exponentials, tile by tile; `tests/head/test_fused.py` has the head as a whole."""
 
+import math
+
 import pytest
 import torch
 
-from parallel_layers.head import chunked, fused
+from parallel_layers.head import chunked, fused, fused_ranking, token_statistics
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.kernels import head_triton
 from parallel_layers.kernels.runtime import tl, triton
+from parallel_layers.kernels.sampling_mask import label_counts
 
 
 @triton.jit
@@ -60,6 +63,7 @@ def test_sampling_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch, so
         monkeypatch.setattr(fused, "add_product_", lambda out, a, b: out.add_(a.float() @ b.float().T))
         monkeypatch.setattr(fused, "multiply_into", _multiply)
     monkeypatch.setattr(fused, "_MASK_BITS", 1)
+    monkeypatch.setattr(fused, "_BITS_OF_ID", 0)
     monkeypatch.setattr(fused, "_MIN_SLICE", 256)
     torch.manual_seed(0)
     tokens, size, hidden_size = 130, 600, 64
@@ -92,3 +96,41 @@ def test_sampling_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch, so
         gradients.append(pair)
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=3e-2)
     assert not gradients[1][0][~has_row].any()
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize(("softcap", "top_n", "size"), [(0.0, 5, 600), (3.0, 20, 600), (0.0, 33, 40)])
+def test_ranking(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, softcap: float, top_n: int, size: int, masked: bool
+) -> None:
+    """Small integers, of which most logits tie, beside plain torch; fewer entries than are listed, in slices."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter multiplies no bf16
+    monkeypatch.setattr(fused, "_MASK_BITS", 1)
+    monkeypatch.setattr(fused, "_BITS_OF_ID", 0)
+    monkeypatch.setattr(fused, "_MIN_SLICE", 256)
+    torch.manual_seed(0)
+    tokens, hidden_size = 70, 64
+    hidden = torch.randint(-2, 3, (tokens, hidden_size), device=device).to(dtype)
+    weight = torch.randint(-2, 3, (size, hidden_size), device=device).to(dtype) / 16
+    rows = [torch.randperm(size)[:count] for count in [size, 1, *torch.randint(1, 30, (tokens - 2,)).tolist()]]
+    mask = SamplingMask.from_rows(rows, device) if masked else None
+    labels = torch.tensor([int(row[0]) for row in rows], device=device)
+    transform = LogitTransform(0.7, softcap, torch.linspace(0.5, 2, tokens, device=device))
+    inputs = hidden.float(), weight.float()
+    of_labels = token_statistics._label_logits(*inputs, labels, transform)
+    expected = token_statistics.local_statistics(*inputs, labels, of_labels, transform, mask, top_n)
+    log2_logits = fused_ranking.label_logits(hidden, weight, labels, transform)
+    torch.testing.assert_close(log2_logits * math.log(2), of_labels, rtol=1e-5, atol=1e-5)
+    actual = fused_ranking.ranked_statistics(hidden, weight, labels, log2_logits, transform, mask, top_n)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[1].long(), expected[1])
+    torch.testing.assert_close(actual[2].logits, expected[2].logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[2].ids, expected[2].ids)
+
+
+def test_sampling_masks_labels_are_counted(device: torch.device) -> None:
+    """Rows longer than a block, repeated labels, ids outside the vocabulary, and an empty row."""
+    rows = [[3] * 1500 + [7, 9], [], [50, -1, 2], [4, 4]]
+    mask, labels = SamplingMask.from_rows(rows, device), torch.tensor([3, 5, 2, 6], device=device)
+    counted, outside = label_counts(mask.ids, mask.offsets, labels, 50)
+    assert (counted.tolist(), outside.tolist()) == ([1500, 0, 1, 0], [0, 0, 2, 0])

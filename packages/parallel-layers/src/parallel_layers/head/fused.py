@@ -12,7 +12,7 @@ fp32. Exponentials are to base 2, which the hardware computes.
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, N tiles of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,17 @@ from torch import Tensor
 
 from parallel_layers.head.chunked import LogitTransform, UpstreamGradients
 from parallel_layers.head.sampling_mask import SamplingMask
+from parallel_layers.kernels.head_groups import GROUP_ENTRIES
 from parallel_layers.kernels.head_triton import (
     descriptor,
     kept_gradient_kernel,
     label_logits_kernel,
-    mask_bits_kernel,
     merge_kernel,
     product_gradient_kernel,
     product_statistics_kernel,
 )
 from parallel_layers.kernels.runtime import capability, cdiv, num_multiprocessors, on_its_device, use_triton
+from parallel_layers.kernels.sampling_mask import mask_bits_kernel
 from parallel_layers.linear.products import add_product_, multiply_into
 
 BLOCK_V = 256
@@ -42,8 +43,8 @@ _STAGES, _STAGES_OF_WRITERS = 4, 3
 
 _SLICES = 10
 _MIN_SLICE, _MAX_ELEMENTS = 2048, 1 << 28
-# Bits of a sampling mask that exist at a time.
-_MASK_BITS = 1 << 28
+# Bits of a sampling mask that exist at a time, at least; and for each id.
+_MASK_BITS, _BITS_OF_ID = 1 << 28, 32
 _GRADIENT_TILE = 128 * 256  # of cuBLAS on Hopper
 
 
@@ -109,52 +110,85 @@ def head_statistics(
     saved: SavedTiles | None = None,
 ) -> Tensor:
     """Compute `chunked.head_statistics` by a kernel, and fill `saved`; with a mask in slices of the vocabulary."""
-    hidden, weight = _readable(hidden_TH), _readable(weight_VH)
-    (num_tokens, hidden_size), num_entries = hidden.shape, len(weight)
-    numbers, inverse_temperatures = _numbers(transform)
+    hidden, weight = readable(hidden_TH), readable(weight_VH)
+    num_tokens, num_entries = len(hidden), len(weight)
     statistics = torch.empty(4, num_tokens, dtype=torch.float32, device=hidden.device)
     tiles = statistics.new_empty(cdiv(num_entries, BLOCK_V), 3, num_tokens) if saved is None else saved.tiles
-    step = num_entries if mask is None else max(_MASK_BITS // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
-    for begin in range(0, num_entries, step):
-        entries = slice(begin, min(begin + step, num_entries))
-        bits = _bits(mask, entries)
-        if hidden.is_meta:  # a plan of memory: all is allocated
-            continue
-        tiling = _tiling(hidden, weight[entries], _STAGES if saved is None else _STAGES_OF_WRITERS)
-        exponentials = None
-        if saved is not None:
-            exponentials = descriptor(saved.exponentials[:, entries], (_BLOCK_T, BLOCK_V))
-        product_statistics_kernel[(tiling["PROGRAMS"],)](
-            descriptor(hidden, (_BLOCK_T, _STEP)),
-            descriptor(weight[entries], (BLOCK_V, _STEP)),
-            exponentials,
-            bits,
-            inverse_temperatures,
-            tiles[begin // BLOCK_V :],
-            num_tokens,
-            entries.stop - begin,
-            hidden_size,
-            *numbers,
-            SOFTCAP=transform.softcap != 0.0,
-            KEEP=saved is not None,
-            **tiling,
-        )
+    for entries in mask_slices(mask, num_tokens, num_entries):
+        bits = mask_bits(mask, entries)
+        if not hidden.is_meta:  # a plan of memory: all is allocated
+            exponentials = None if saved is None else saved.exponentials[:, entries]
+            launch_statistics(hidden, weight[entries], transform, bits, tiles[entries.start // BLOCK_V :], exponentials)
     if hidden.is_meta:
         return statistics
     merge_kernel[(cdiv(num_tokens, 32),)](tiles, statistics, len(tiles), num_tokens, BT=32, BN=64)
-    label_logits_kernel[(num_tokens,)](
+    launch_label_logits(hidden, weight, labels_T, transform, statistics[3])
+    return statistics
+
+
+def launch_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    transform: LogitTransform,
+    bits: Tensor | None,
+    tiles: Tensor,
+    exponentials: Tensor | None = None,
+    ranking: Sequence[Tensor | None] = (None, None, None, None),
+) -> None:
+    """Write the statistics of some entries to the first of `tiles`, and what `fused_ranking.Ranking` asks for."""
+    numbers, inverse_temperatures = kernel_numbers(transform)
+    tiling = _tiling(hidden, weight, _STAGES if exponentials is None else _STAGES_OF_WRITERS)
+    product_statistics_kernel[(tiling["PROGRAMS"],)](
+        descriptor(hidden, (_BLOCK_T, _STEP)),
+        descriptor(weight, (BLOCK_V, _STEP)),
+        None if exponentials is None else descriptor(exponentials, (_BLOCK_T, BLOCK_V)),
+        bits,
+        inverse_temperatures,
+        tiles,
+        *ranking,
+        len(hidden),
+        len(weight),
+        hidden.shape[1],
+        *numbers,
+        SOFTCAP=transform.softcap != 0.0,
+        KEEP=exponentials is not None,
+        BG=GROUP_ENTRIES,
+        **tiling,
+    )
+
+
+def launch_label_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    out: Tensor,
+    log2_out: Tensor | None = None,
+) -> None:
+    """Write each label's logit, and the logit times log2 e, 0 for labels outside this rank's entries."""
+    numbers, inverse_temperatures = kernel_numbers(transform)
+    label_logits_kernel[(len(hidden),)](
         hidden,
         weight,
-        labels_T,
+        labels,
         inverse_temperatures,
-        statistics[3],
-        num_entries,
-        hidden_size,
+        out,
+        log2_out,
+        len(weight),
+        hidden.shape[1],
         *numbers,
         SOFTCAP=transform.softcap != 0.0,
         BH=1024,
     )
-    return statistics
+
+
+def mask_slices(mask: SamplingMask | None, num_tokens: int, num_entries: int) -> Iterator[slice]:
+    """Cut the vocabulary so that the bits of a part take 32 MiB, or the memory of the mask's ids."""
+    step = num_entries
+    if mask is not None:
+        step = max(max(_MASK_BITS, _BITS_OF_ID * len(mask.ids)) // num_tokens, _MIN_SLICE) // BLOCK_V * BLOCK_V
+    for begin in range(0, num_entries, step):
+        yield slice(begin, min(begin + step, num_entries))
 
 
 @on_its_device
@@ -177,7 +211,7 @@ def head_gradients(
 
     With `overwrite` the gradient of all logits overwrites the kept exponentials.
     """
-    hidden, weight_VH = _readable(hidden_TH), _readable(weight_VH)
+    hidden, weight_VH = readable(hidden_TH), readable(weight_VH)
     num_tokens, num_entries = len(hidden), len(weight_VH)
     if saved is not None and overwrite:
         step, buffer = num_entries, saved.exponentials
@@ -185,10 +219,10 @@ def head_gradients(
         step = slice_entries(num_tokens, num_entries, hidden.shape[1], num_multiprocessors(hidden.device))
         buffer = hidden.new_empty(num_tokens, min(step, cdiv(num_entries, BLOCK_V) * BLOCK_V))
     if hidden.is_meta:  # a plan of memory: all is allocated
-        _bits(mask, slice(0, min(step, num_entries)))
+        mask_bits(mask, slice(0, min(step, num_entries)))
         hidden_done()
         return
-    numbers, inverse_temperatures = _numbers(transform)
+    numbers, inverse_temperatures = kernel_numbers(transform)
     rows = (labels_T, inverse_temperatures, *(None if x is None else x.contiguous() for x in upstream))
     for begin in range(0, num_entries, step):
         weight = weight_VH[begin : begin + step]
@@ -199,7 +233,7 @@ def head_gradients(
                 descriptor(hidden, (_BLOCK_T, _STEP)),
                 descriptor(weight, (BLOCK_V, _STEP)),
                 descriptor(gradient, (_BLOCK_T, BLOCK_V)),
-                _bits(mask, slice(begin, begin + len(weight))),
+                mask_bits(mask, slice(begin, begin + len(weight))),
                 *rows,
                 *gradient.shape,
                 hidden.shape[1],
@@ -242,7 +276,7 @@ def saved_gradient(saved: SavedTiles, gradient_TV: Tensor, rows: _Rows, numbers:
     )
 
 
-def _bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
+def mask_bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
     """Return the bits `[N, 8, T]` int32 of some entries, see `mask_bits_kernel`; None without a mask."""
     if mask is None:
         return None
@@ -254,7 +288,7 @@ def _bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
     return bits
 
 
-def _numbers(transform: LogitTransform) -> tuple[_Numbers, Tensor | None]:
+def kernel_numbers(transform: LogitTransform) -> tuple[_Numbers, Tensor | None]:
     """Return the transform as the kernels take it: one inverse temperature, or one for each token."""
     scale, softcap, temperature = transform
     if isinstance(temperature, Tensor):
@@ -276,7 +310,7 @@ def _tiling(hidden_TH: Tensor, weight_VH: Tensor, stages: int) -> dict[str, Any]
     }
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Return `x` as a tensor descriptor reads it: contiguous, from a multiple of 16 bytes on."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

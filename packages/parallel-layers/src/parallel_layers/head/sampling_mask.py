@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel_layers.head.vocabulary import IGNORE_INDEX
+from parallel_layers.kernels.runtime import has_triton
+from parallel_layers.kernels.sampling_mask import label_counts
 
 # Bytes of bits that are expanded at a time, into up to 24 times as many.
 _BYTES = 1 << 24
@@ -140,12 +142,7 @@ class SamplingMask:
                 f"{len(labels_T)} labels, on {labels_T.device}"
             )
         is_empty = self.counts == 0
-        num_labels, num_outside = torch.zeros_like(is_empty, dtype=torch.int32), self.offsets.new_zeros(())
-        for begin in range(0, len(self.ids), _IDS):
-            ids = self.ids[begin : begin + _IDS]
-            rows = self._rows(begin, len(ids))
-            num_labels.index_add_(0, rows, (ids == labels_T[rows]).int())
-            num_outside += ((ids < 0) | (ids >= vocab_size)).sum()
+        num_labels, num_outside = self._label_counts(labels_T, vocab_size)
         lacking = ~is_empty & (labels_T != IGNORE_INDEX) & (num_labels == 0)
         if labels_T.is_cuda or torch.compiler.is_compiling():
             torch._assert_async(~lacking.any(), "a row of the sampling mask lacks its label")
@@ -160,6 +157,19 @@ class SamplingMask:
                 f"{self.ids[first:last][:8].tolist()}; each token must be one of those that it was drawn from"
             )
         return is_empty
+
+    def _label_counts(self, labels_T: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return how often each row has its label `[T]`, and the number of ids outside the vocabulary."""
+        if has_triton(self.ids) and not torch.compiler.is_compiling():
+            num_labels, outside_T = label_counts(self.ids, self.offsets, labels_T, vocab_size)
+            return num_labels, outside_T.sum()
+        num_labels, num_outside = torch.zeros_like(labels_T, dtype=torch.int32), self.offsets.new_zeros(())
+        for begin in range(0, len(self.ids), _IDS):
+            ids = self.ids[begin : begin + _IDS]
+            rows = self._rows(begin, len(ids))
+            num_labels.index_add_(0, rows, (ids == labels_T[rows]).int())
+            num_outside += ((ids < 0) | (ids >= vocab_size)).sum()
+        return num_labels, num_outside
 
     def shift(self, entries: int) -> SamplingMask:
         """Return the mask whose ids count from the given entry of the vocabulary on."""

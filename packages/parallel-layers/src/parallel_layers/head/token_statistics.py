@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.head import chunked
+from parallel_layers.head import chunked, fused, fused_ranking
 from parallel_layers.head.arguments import check_head, check_labels, logit_transform
 from parallel_layers.head.chunked import LogitTransform, finish_statistics, merge_statistics
 from parallel_layers.head.sampling_mask import SamplingMask
@@ -131,8 +131,14 @@ def _statistics(
     hidden = gather_rows(hidden_TH, group) if sequence_parallel else hidden_TH
     weight, labels = weight_VH[: last_entry - first_entry], labels_T.long() - first_entry
     mask = None if mask is None else mask.shift(first_entry)
-    of_labels = gather_rows(_label_logits(hidden, weight, labels, transform)[None], group).sum(dim=0)
-    statistics, larger, top = _local_statistics(hidden, weight, labels, of_labels, transform, mask, top_n)
+    by_kernels = fused.supports(hidden, weight) and top_n <= fused_ranking.MAX_TOP
+    label_logits, local = (
+        (fused_ranking.label_logits, fused_ranking.ranked_statistics)
+        if by_kernels
+        else (_label_logits, local_statistics)
+    )
+    of_labels = gather_rows(label_logits(hidden, weight, labels, transform)[None], group).sum(dim=0)
+    statistics, larger, top = local(hidden, weight, labels, of_labels, transform, mask, top_n)
     top.ids.add_((top.ids >= 0) * first_entry)
     if async_collectives.is_sharded(group):
         # fp64 holds every fp32 number and every id.
@@ -185,7 +191,7 @@ def _label_logits(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, transf
     return logits.masked_fill_(~inside, 0.0)
 
 
-def _local_statistics(
+def local_statistics(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     labels_T: Tensor,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.head_triton import _tanh
+from parallel_layers.kernels.head_triton import tanh_of
 from parallel_layers.kernels.runtime import on_its_device, tl, triton
 
 _BLOCK = 1024
@@ -34,7 +34,7 @@ def _logits(
     if inverse_temperatures_ptr is not None:
         factor *= tl.load(inverse_temperatures_ptr + row)
     if SOFTCAP:
-        tanh = _tanh(raw * (scale / softcap))
+        tanh = tanh_of(raw * (scale / softcap))
         logits = tanh * (softcap * factor)
         derivatives = (1.0 - tanh * tanh) * (scale * factor)
     else:

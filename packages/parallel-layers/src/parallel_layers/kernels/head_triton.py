@@ -6,7 +6,7 @@ With the logits z of a tile and their maximum m in a row,
   e^(z - m) in the inputs' dtype;
 - `product_gradient_kernel` writes `dz_j = g_lp (1[j = label] - p_j) - g_H p_j (log p_j + H)` in the inputs' dtype;
 - `kept_gradient_kernel` computes dz from kept exponentials without a GEMM: log p = log e^(z - m) + m - logsumexp;
-- `mask_bits_kernel` writes a sampling mask as bits, by which the first two drop entries of a tile.
+- the first two drop the entries of a tile that a sampling mask does not keep, by the bits of `kernels.sampling_mask`.
 
 Arguments named `*_ptr` are tensors, or None if optional. `hidden`, `weight`, `exponentials` and `gradient` are tensor
 descriptors. A tile is `[BT, BV]`, BT tokens by BV vocabulary entries, contracted in steps of BH.
@@ -21,15 +21,16 @@ from typing import Any
 from torch import Tensor
 
 from parallel_layers.kernels.runtime import HAS_TRITON, tl, triton
+from parallel_layers.kernels.sampling_mask import kept
 
 if HAS_TRITON:
     from triton.language.extra import libdevice
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
+LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2.0))
 # The logit of entries outside the vocabulary: finite, so that its product with a probability of 0 is 0.
-_OUTSIDE = tl.constexpr(-1e30)
+OUTSIDE = tl.constexpr(-1e30)
 
 
 def descriptor(x: Tensor, block: tuple[int, int]) -> Any:
@@ -48,7 +49,8 @@ def _tile_of(index, tiles_t, tiles_v, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature):
+def row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature):
+    """Return the inverse temperature of each row."""
     factor = tl.full(rows.shape, inverse_temperature, tl.float32)
     if inverse_temperatures_ptr is not None:
         factor *= tl.load(inverse_temperatures_ptr + rows, mask=rows < num_tokens, other=1.0)
@@ -56,7 +58,8 @@ def _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
 
 
 @triton.jit
-def _tanh(x):
+def tanh_of(x):
+    """Return the hyperbolic tangent."""
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
@@ -64,6 +67,14 @@ def _tanh(x):
 def _fast_log2(x):
     """Return the hardware's logarithm. tl.log2 takes several times the instructions, for more digits than bf16 has."""
     return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _next_below(x):
+    """Return the largest fp32 number below each number."""
+    bits = x.to(tl.int32, bitcast=True)
+    below = tl.where(bits > 0, bits - 1, bits + 1)
+    return tl.where(x == 0.0, -1.2e-38, below.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -77,37 +88,6 @@ def _product(hidden, weight, tile_t, tile_v, hidden_size, BT: tl.constexpr, BV: 
 
 
 @triton.jit
-def mask_bits_kernel(
-    ids_ptr, offsets_ptr, bits_ptr, num_tokens, first_entry, num_entries, BV: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Set the bits `[N, 8, T]` int32 of the kept entries of a row: bit j of word i of a tile is its column 8 j + i.
-
-    A thread of the kernels below holds all columns 8 j + i of a row for one or two i, and so reads few words.
-    """
-    row = tl.program_id(0)
-    end = tl.load(offsets_ptr + row + 1)
-    for begin in range(tl.load(offsets_ptr + row), end, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        entries = tl.load(ids_ptr + at, mask=at < end, other=-1) - first_entry
-        inside = (at < end) & (entries >= 0) & (entries < num_entries)
-        columns = entries % BV
-        words = (entries // BV * 8 + columns % 8).to(tl.int64) * num_tokens + row
-        tl.atomic_or(bits_ptr + words, 1 << (columns // 8), mask=inside, sem="relaxed")
-
-
-@triton.jit
-def _kept(bits_ptr, tile_v, rows, num_tokens, BT: tl.constexpr, BV: tl.constexpr):
-    """Return which entries of a tile `[BT, BV]` the sampling mask keeps."""
-    columns = tl.arange(0, BV)
-    inside = rows < num_tokens
-    words = tl.zeros((BT, BV), tl.int32)
-    for number in tl.static_range(8):
-        of_rows = tl.load(bits_ptr + (tile_v * 8 + number).to(tl.int64) * num_tokens + rows, mask=inside, other=0)
-        words = tl.where((columns % 8 == number)[None, :], of_rows[:, None], words)
-    return ((words >> (columns // 8)[None, :]) & 1) != 0
-
-
-@triton.jit
 def product_statistics_kernel(
     hidden,
     weight,
@@ -115,6 +95,10 @@ def product_statistics_kernel(
     bits_ptr,
     inverse_temperatures_ptr,
     parts_ptr,
+    labels_ptr,
+    label_logits_ptr,
+    larger_ptr,
+    maxima_ptr,
     num_tokens,
     num_entries,
     hidden_size,
@@ -126,31 +110,55 @@ def product_statistics_kernel(
     BT: tl.constexpr,
     BV: tl.constexpr,
     BH: tl.constexpr,
+    BG: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Statistics m, s, u of every tile of the logits, `[N, 3, T]`; with KEEP, e^(z - m) as well."""
+    """Statistics m, s, u of every tile of the logits, `[N, 3, T]`; with KEEP, e^(z - m) as well.
+
+    With `maxima_ptr` also the maxima of groups of BG entries, `[T, N * BV / BG]`, and how many entries come before the
+    label, `[N, T]` int32: their logits are larger, or equal with a lower id. These logits are times log2 e.
+    """
     tiles_t = tl.cdiv(num_tokens, BT)
     tiles_v = tl.cdiv(num_entries, BV)
     for index in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
         tile_t, tile_v = _tile_of(index, tiles_t, tiles_v, GROUP)
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
-        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * _LOG2_E
+        factor = row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature) * LOG2_E
         # Scaling before the reduction measured faster than folding the factor into z - m: it frees the accumulator.
         if SOFTCAP:
-            z = _tanh(z * (scale / softcap)) * (softcap * factor)[:, None]
+            z = tanh_of(z * (scale / softcap)) * (softcap * factor)[:, None]
         else:
             z = z * (scale * factor)[:, None]
         if bits_ptr is not None:  # no bit is set beyond the entries
-            z = tl.where(_kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), z, _OUTSIDE)
+            z = tl.where(kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), z, OUTSIDE)
         elif (tile_v + 1) * BV > num_entries:
             columns = tile_v * BV + tl.arange(0, BV)
-            z = tl.where((columns < num_entries)[None, :], z, _OUTSIDE)
-        maximum = tl.max(z, 1)
+            z = tl.where((columns < num_entries)[None, :], z, OUTSIDE)
+        inside = rows < num_tokens
+        if maxima_ptr is not None:
+            label = tl.load(labels_ptr + rows, mask=inside, other=-1).to(tl.int32) - tile_v * BV
+            label_logit = tl.load(label_logits_ptr + rows, mask=inside, other=0.0)
+            # An entry in front of the label comes before it also if their logits are equal.
+            bound = tl.where(label >= BV, _next_below(label_logit), label_logit)
+            larger = tl.sum((z > bound[:, None]).to(tl.int32), 1)
+            in_tile = (label >= 0) & (label < BV)
+            if tl.max(in_tile.to(tl.int32), 0) > 0:
+                column = tl.arange(0, BV)[None, :]
+                before = (z > label_logit[:, None]) & (column != label[:, None])
+                before = before | ((z == label_logit[:, None]) & (column < label[:, None]))
+                larger = tl.where(in_tile, tl.sum(before.to(tl.int32), 1), larger)
+            tl.store(larger_ptr + tile_v.to(tl.int64) * num_tokens + rows, larger, mask=inside)
+            groups = (tile_v * (BV // BG) + tl.arange(0, BV // BG))[None, :]
+            of_groups = tl.max(tl.reshape(z, (BT, BV // BG, BG)), 2)
+            at = rows.to(tl.int64)[:, None] * (tiles_v * (BV // BG)) + groups
+            tl.store(maxima_ptr + at, of_groups, mask=inside[:, None])
+            maximum = tl.max(of_groups, 1)
+        else:
+            maximum = tl.max(z, 1)
         z = z - maximum[:, None]
         exponential = tl.exp2(z)
-        inside = rows < num_tokens
         statistics_ptr = parts_ptr + tile_v.to(tl.int64) * 3 * num_tokens + rows
         tl.store(statistics_ptr, maximum * _LN_2, mask=inside)
         tl.store(statistics_ptr + num_tokens, tl.sum(exponential, 1), mask=inside)
@@ -163,14 +171,14 @@ def product_statistics_kernel(
 def merge_kernel(parts_ptr, statistics_ptr, num_parts, num_tokens, BT: tl.constexpr, BN: tl.constexpr):
     """Merge the statistics of all tiles of a token, `[N, 3, T]`, into three rows `[3, T]`."""
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
-    maximum = tl.full((BT,), _OUTSIDE, tl.float32)
+    maximum = tl.full((BT,), OUTSIDE, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     moment = tl.zeros((BT,), tl.float32)
     for begin in range(0, num_parts, BN):
         part_numbers = begin + tl.arange(0, BN)
         mask = (part_numbers < num_parts)[:, None] & (rows < num_tokens)[None, :]
         address = parts_ptr + part_numbers.to(tl.int64)[:, None] * 3 * num_tokens + rows[None, :]
-        maxima = tl.load(address, mask=mask, other=_OUTSIDE)
+        maxima = tl.load(address, mask=mask, other=OUTSIDE)
         totals = tl.load(address + num_tokens, mask=mask, other=0.0)
         moments = tl.load(address + 2 * num_tokens, mask=mask, other=0.0)
         merged = tl.maximum(maximum, tl.max(maxima, 0))
@@ -193,6 +201,7 @@ def label_logits_kernel(
     labels_ptr,
     inverse_temperatures_ptr,
     label_logits_ptr,
+    log2_logits_ptr,
     num_entries,
     hidden_size,
     scale,
@@ -201,7 +210,10 @@ def label_logits_kernel(
     SOFTCAP: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Write the logit of each token's label, 0 for a label outside this rank's entries."""
+    """Write the logit of each token's label, 0 for a label outside this rank's entries.
+
+    `log2_logits_ptr` gets the logit times log2 e, rounded as `product_statistics_kernel` rounds.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     inside = (label >= 0) & (label < num_entries)
@@ -213,9 +225,19 @@ def label_logits_kernel(
         x = tl.load(hidden_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
         w = tl.load(weight_ptr + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
         products += x * w
-    z = tl.sum(products, 0) * scale
+    product = tl.sum(products, 0)
+    if log2_logits_ptr is not None:
+        factor = inverse_temperature * LOG2_E
+        if inverse_temperatures_ptr is not None:
+            factor = inverse_temperature * tl.load(inverse_temperatures_ptr + row) * LOG2_E
+        if SOFTCAP:
+            log2_logit = tanh_of(product * (scale / softcap)) * (softcap * factor)
+        else:
+            log2_logit = product * (scale * factor)
+        tl.store(log2_logits_ptr + row, tl.where(inside, log2_logit, 0.0))
+    z = product * scale
     if SOFTCAP:
-        z = softcap * _tanh(z / softcap)
+        z = softcap * tanh_of(z / softcap)
     z *= inverse_temperature
     if inverse_temperatures_ptr is not None:
         z *= tl.load(inverse_temperatures_ptr + row)
@@ -283,13 +305,13 @@ def product_gradient_kernel(
         z = _product(hidden, weight, tile_t, tile_v, hidden_size, BT, BV, BH)
         rows = tile_t * BT + tl.arange(0, BT)
         inside = rows < num_tokens
-        factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
-        logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * _LOG2_E
+        factor = row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
+        logsumexp = tl.load(logsumexps_ptr + rows, mask=inside, other=0.0) * LOG2_E
         if SOFTCAP:
-            tanh = _tanh(z * (scale / softcap))
-            log2_probs = tanh * (factor * (softcap * _LOG2_E))[:, None] - logsumexp[:, None]
+            tanh = tanh_of(z * (scale / softcap))
+            log2_probs = tanh * (factor * (softcap * LOG2_E))[:, None] - logsumexp[:, None]
         else:
-            log2_probs = z * (factor * (scale * _LOG2_E))[:, None] - logsumexp[:, None]
+            log2_probs = z * (factor * (scale * LOG2_E))[:, None] - logsumexp[:, None]
         dz = _gradient_of_logits(
             log2_probs,
             tl.exp2(log2_probs),
@@ -306,7 +328,7 @@ def product_gradient_kernel(
         if SOFTCAP:
             dz *= 1.0 - tanh * tanh
         if bits_ptr is not None:
-            dz = tl.where(_kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), dz, 0.0)
+            dz = tl.where(kept(bits_ptr, tile_v, rows, num_tokens, BT, BV), dz, 0.0)
         gradient.store([tile_t * BT, tile_v * BV], dz.to(gradient.dtype))
 
 
@@ -345,10 +367,10 @@ def kept_gradient_kernel(
     exponential = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tile = (first_entry // BV + tile_v).to(tl.int64)
     maximum = tl.load(parts_ptr + tile * 3 * num_tokens + rows, mask=inside, other=0.0)
-    shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * _LOG2_E
+    shift = (maximum - tl.load(logsumexps_ptr + rows, mask=inside, other=0.0)) * LOG2_E
     # If the exponential underflowed, the probability is 0 and any finite logarithm will do.
     log2_exponential = _fast_log2(tl.maximum(exponential, 1e-37))
-    factor = _row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
+    factor = row_factor(inverse_temperatures_ptr, rows, num_tokens, inverse_temperature)
     dz = _gradient_of_logits(
         log2_exponential + shift[:, None],
         exponential * tl.exp2(shift)[:, None],
