@@ -17,6 +17,7 @@ from meshes import mesh_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -99,6 +100,8 @@ def measure(
     worker = load(group, path, kind, dims, **options)
     batch = make_batch(dims, worker.grid.rank("dp"))
     outputs = worker.predict(batch, temperature=0.8)
+    if isinstance(worker, Critic):  # from a pass of their own
+        torch.testing.assert_close(worker.values(batch), outputs["values"], rtol=0, atol=0)
     metrics = accumulate(
         worker.engine, batch, LOSSES[kind], 12, call="update", aggregation="token-mean", temperature=0.8
     )
@@ -425,3 +428,36 @@ def route(group: ProcessGroup, path: Path) -> None:
 @pytest.mark.slow
 def test_routing_is_recorded_and_replayed_for_both_heads(ranks: RankPool, models: dict[str, Path]) -> None:
     ranks.run(route, models["moe"], world=2, timeout=60)
+
+
+class VocabularyProducts(TorchDispatchMode):
+    """Counts the GEMMs with an operand or a result of the vocabulary's size, and the calls of the head's operator."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        multiplies = func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "matmul", "linear")
+        of_head = func.overloadpacket == torch.ops.parallel_layers.log_probs
+        self.count += of_head or (multiplies and any(self.size in x.shape for x in tensors))
+        return result
+
+
+def test_values_and_states_run_no_product_of_the_vocabulary(models: dict[str, Path]) -> None:
+    joint, critic, actor = (kind.from_pretrained(models["tied"], device="cpu") for kind in (ActorCritic, Critic, Actor))
+    batch = make_batch(ParallelDims(), 0)
+    values = joint.predict(batch)["values"]
+    calls: dict[str, tuple[Any, int]] = {
+        "log_probs": (lambda: joint.log_probs(batch), 1),
+        "values": (lambda: torch.testing.assert_close(joint.values(batch), values, rtol=0, atol=0), 0),
+        "rewards": (lambda: joint.rewards(batch), 0),
+        "a critic's values": (lambda: critic.values(batch), 0),
+        "states": (lambda: actor.states(batch), 0),
+    }
+    for name, (call, least) in calls.items():
+        with VocabularyProducts(VOCAB) as products:
+            call()
+        assert (products.count >= least) if least else products.count == 0, f"{name}: {products.count} products"

@@ -70,6 +70,7 @@ class MicroBatch:
         top_n: The model returns the statistics of the token after each of `packed` as its only output, `[T, 3 + 2 N]`:
             the columns of `parallel_layers.head.TokenStatistics` with the N most likely tokens. None: the role's
             outputs.
+        values_only: A language model with a value head returns the values alone, and computes no log-probs.
         inputs: Anything that the loss reads; engines pass it on.
     """
 
@@ -83,6 +84,7 @@ class MicroBatch:
     distillation: Distillation | None = None
     returns_states: bool = False
     top_n: int | None = None
+    values_only: bool = False
     inputs: Any = None
 
 
@@ -141,6 +143,7 @@ class Engine(ABC):
         takes_sampling_mask: Whether the engine accepts `MicroBatch.sampling_mask`.
         distils: Whether the engine accepts `MicroBatch.distillation` and `returns_states`.
         lists_tokens: Whether the engine accepts `MicroBatch.top_n`.
+        separates_values: Whether the engine accepts `MicroBatch.values_only`.
         num_labels: The number of labels of the value head, with an output each.
         further_outputs: The outputs that the loss of `forward_backward` gets besides the role's outputs: the log-probs
             of the tokens 2, 3, ... places after each token.
@@ -168,6 +171,7 @@ class Engine(ABC):
     takes_sampling_mask: bool = True
     distils: bool = False
     lists_tokens: bool = False
+    separates_values: bool = False
     num_labels: int = 1
     further_outputs: int = 0
     mtp_loss_scaling_factor: float = 0.0

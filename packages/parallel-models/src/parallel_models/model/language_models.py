@@ -146,6 +146,8 @@ class CausalLM(PackedModel):
         )  # fmt: skip
 
     def _outputs(self, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        if inputs.values_only:
+            return super()._outputs(inputs)
         if inputs.top_n is not None:
             statistics = self._run_head(partial(linear_token_statistics, top_n=inputs.top_n), inputs)
             return (self._gather_context(statistics.columns()),)

@@ -40,6 +40,7 @@ class HeadInputs(NamedTuple):
     rows: Tensor | None = None
     distillation: Distillation | None = None
     top_n: int | None = None
+    values_only: bool = False
 
 
 class PackedModel(nn.Module):
@@ -129,6 +130,7 @@ class PackedModel(nn.Module):
         shared: SharedPrefixes | None = None,
         distillation: Distillation | None = None,
         top_n: int | None = None,
+        values_only: bool = False,
     ) -> tuple[Tensor, ...]:
         """Return the outputs of every head after each token, `[T]` each, from one pass through the decoder.
 
@@ -144,22 +146,20 @@ class PackedModel(nn.Module):
             shared: The prompts and responses in `packed`, which may be padded. The first R outputs, and rows of
                 `sampling_mask`, then belong to the R scored tokens; the further ones up to T are padding. `temperature`
                 is one number.
-            distillation, top_n: See `MicroBatch`; a distillation without `shared`.
+            distillation, top_n, values_only: See `MicroBatch`; a distillation without `shared`.
 
         Raises:
             ValueError: An id is outside the vocabulary; on every rank alike.
         """
         states: Tensor = self(packed, hidden, chunk=chunk, routing=routing, visual=visual)
         if shared is None:
-            inputs = HeadInputs(
-                states, next_token_labels(packed), temperature, sampling_mask, None, distillation, top_n
-            )
+            inputs = HeadInputs(states, next_token_labels(packed), temperature, sampling_mask, None, distillation)
         else:
             padding = packed.num_tokens - len(shared.rows)
             rows = F.pad(shared.rows, (0, padding)).to(states.device)
             labels = F.pad(shared.labels, (0, padding), value=-100)
-            inputs = HeadInputs(states, labels, temperature, sampling_mask, rows, top_n=top_n)
-        outputs = self._outputs(inputs)
+            inputs = HeadInputs(states, labels, temperature, sampling_mask, rows)
+        outputs = self._outputs(inputs._replace(top_n=top_n, values_only=values_only))
         return (*outputs, *self._further_log_probs(states, packed)) if further else outputs
 
     def _further_log_probs(self, states: Tensor, packed: PackedSequence) -> list[Tensor]:

@@ -77,6 +77,7 @@ class ParallelEngine(Engine):
         self._num_outputs = len(OUTPUTS[layout.role]) + layout.num_labels - 1
         self.shares_prefixes = options.share_prefixes
         self.distils = not options.share_prefixes
+        self.separates_values = layout.role == "causal_lm_with_value"
         self.lists_tokens = isinstance(model, CausalLM) and not options.tp_invariant
         self.tokens_multiple_of = model.tokens_multiple_of
         self.micro_batches_multiple_of = grid.dims.pp

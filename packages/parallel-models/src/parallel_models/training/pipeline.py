@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_layers.module import is_dtensor
-from parallel_models.engine.engine import MicroBatch, Outputs
+from parallel_models.engine.engine import OUTPUTS, MicroBatch, Outputs
 from parallel_models.engine.options import PipelineOptions
 from parallel_models.model.packed_model import PackedModel
 from parallel_models.training.stage import Stage, Task
@@ -117,6 +117,7 @@ class Pipeline:
             columns = 3 + 2 * micro_batch.top_n
             return (torch.empty(num_tokens, columns, dtype=self.model.output_dtype, device="meta"),)
         count = self.num_outputs + (micro_batch.distillation is not None) + self.further * learns
+        count -= len(OUTPUTS["causal_lm"]) * micro_batch.values_only
         dtype = self.model.output_dtype
         return (torch.empty(num_tokens, dtype=dtype, device="meta", requires_grad=True),) * count
 

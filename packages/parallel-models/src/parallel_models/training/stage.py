@@ -99,6 +99,7 @@ def compute(
         shared=micro_batch.shared,
         distillation=micro_batch.distillation,
         top_n=micro_batch.top_n,
+        values_only=micro_batch.values_only,
     )
 
 

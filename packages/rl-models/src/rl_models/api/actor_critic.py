@@ -22,7 +22,8 @@ class ActorCritic(Actor, Critic):
     `save_pretrained` adds `score.weight` and `score.bias` to the checkpoint of a causal language model with one label.
     `AutoModelForCausalLM`, `AutoModelForTokenClassification`, `Actor` and `Critic` read it, each with its own head.
 
-    Every forward pass computes both heads; `predict` returns all outputs of one pass.
+    `predict` returns the outputs of both heads from one pass, and `update` computes both. `values` and `rewards` run no
+    GEMM of the vocabulary on backend="parallel".
     The loss of `update` takes `(log_probs [T], entropy [T], values [T], batch)` and returns one sum, such as
     `policy + 0.5 * value`.
     """

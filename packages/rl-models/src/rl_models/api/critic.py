@@ -10,6 +10,7 @@ from parallel_models import Role
 from rl_models.api.worker import Worker
 from rl_models.batch.batch import Batch, require_batch
 from rl_models.calls.dispatch import dispatched, per_sequence, per_token
+from rl_models.calls.passes import predict
 
 
 class Critic(Worker):
@@ -26,7 +27,13 @@ class Critic(Worker):
 
         With L labels (`num_labels`) the result is `[T, L]`.
         """
-        return self.predict(batch)["values"]
+        self._require("a forward pass")
+        *_, values = predict(
+            self.engine, batch, self.max_tokens_per_micro_batch, call=f"{type(self).__name__}.values",
+            temperature=1.0, record_routing=False, values_only=True,
+        )  # fmt: skip
+        self._warn_of_length(batch)
+        return values
 
     @dispatched(per_sequence)
     def rewards(self, batch: Batch) -> Tensor:

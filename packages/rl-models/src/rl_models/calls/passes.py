@@ -50,15 +50,17 @@ def predict(
     record_routing: bool,
     states: bool = False,
     top_n: int | None = None,
+    values_only: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the engine's outputs without gradients, fp32, aligned with their token, in the batch's order.
 
     Each is `[T]`, and the values of several labels are `[T, num_labels]`. With `record_routing` the last result is the
     routing `[T, M, k]`. With `states` the only result is the hidden states `[T, H]` that predict each token, in the
-    model's dtype; with `top_n` the statistics of `MicroBatch.top_n`.
+    model's dtype; with `top_n` the statistics of `MicroBatch.top_n`; with
+    `values_only` the values are the last result, and on backend="parallel" no log-probs are computed.
     """
-    whole = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, states=states, top_n=top_n)
-    divided = whole.divide(call)
+    options: dict[str, Any] = {"states": states, "top_n": top_n, "values_only": values_only}
+    divided = _Pass(engine, batch, max_tokens, temperature, record_routing=record_routing, **options).divide(call)
     outputs = engine.forward(divided.micro_batches)
     results = tuple(
         torch.zeros(
@@ -129,6 +131,7 @@ class _Pass:
     record_routing: bool = False
     states: bool = False
     top_n: int | None = None
+    values_only: bool = False
     divergence: Divergence | None = None
     teacher_head: TeacherHead | None = None
     prompts: Prompts | None = None
@@ -138,6 +141,7 @@ class _Pass:
         """Check the call on every rank, see `agree_on_call`, and divide the batch."""
         options: dict[str, Any] = {"aggregation": self.aggregation, "record_routing": self.record_routing}
         options |= {"divergence": self.divergence, "states": self.states, "top_n": self.top_n}
+        options["values_only"] = self.values_only
         options[ROUTING] = ROUTING in getattr(self.batch, "fields", ())
         options["sampling_mask"] = getattr(self.batch, "sampling_mask", None) is not None
         reports = agree_on_call(self.engine.grid, call, self._check, **options)
@@ -212,6 +216,7 @@ class _Pass:
             inputs = LossInputs(sequences, sum(self.counts[i] for i in group))
             micro_batch = MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
             micro_batch = replace(micro_batch, distillation=distillation, returns_states=self.states, top_n=self.top_n)
+            micro_batch = replace(micro_batch, values_only=self.values_only and engine.separates_values)
             micro_batches.append(micro_batch)
         return DividedBatch(micro_batches, positions, weight)
 
