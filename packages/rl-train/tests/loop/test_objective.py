@@ -85,6 +85,16 @@ def test_distillation_compares_with_the_teacher_token_by_token() -> None:
     assert torch.equal(estimates["advantages"], expected)
 
 
+def test_the_strength_of_dro() -> None:
+    batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16))
+    log_probs = batch["old_log_probs"] + 0.3
+    terms = policy_loss(
+        options("grpo", **{"objective.loss": "dro", "objective.dro_beta": 0.25}), log_probs, torch.rand(16), batch
+    )
+    expected = losses.dro(log_probs, batch["old_log_probs"], batch["advantages"], beta=0.25).loss
+    torch.testing.assert_close(terms.loss, expected)
+
+
 def test_what_the_rows_say_of_the_loss() -> None:
     batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16))
     log_probs = batch["old_log_probs"] + 0.3

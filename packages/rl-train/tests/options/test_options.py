@@ -221,6 +221,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ),
         ({"objective.dual_clip": 0.5}, "dual_clip=0.5 must be greater than 1"),
         ({"algorithm": "sapo", "objective.clip_low": 0.1}, "clip_low=0.1 needs a loss that clips, such as objective.l"),
+        ({"objective.dro_beta": 0.5}, "dro_beta=0.5 needs objective.loss=dro; give that"),
         ({"algorithm": "gspo", "objective.dual_clip": 3.0}, "dual_clip=3.0 needs objective.loss=ppo; give that"),
         ({"algorithm": "ppo", "equal_groups": "drop"}, "ppo does not compare .*; leave equal_groups=drop out"),
         ({"objective.importance.veto": 0.1}, "objective.importance.veto=0.1 needs objective.importance.cap"),

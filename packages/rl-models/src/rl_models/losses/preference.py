@@ -120,8 +120,9 @@ def kto(
     Args:
         log_probs, reference_log_probs, mask, lengths, beta: As for `dpo`.
         desirable: `[T]`, 1 for the tokens of desirable responses, 0 for others; its first token counts.
-        kl: The reference point, an estimate of KL(policy || reference) over the whole batch: the mean of l over
-            responses that were given to other prompts, at least 0. 0 leaves the reference point out.
+        kl: The reference point, an estimate of KL(policy || reference) over the whole batch (section 4.1): the mean of
+            l over responses behind prompts of other sequences (`rl_models.batch.OtherPrompts`), at least 0. It gets no
+            gradient. 0 leaves the reference point out.
         desirable_weight, undesirable_weight: The weights of the two kinds, such as the inverse of their frequencies.
 
     Metrics: `reward`, beta l; `desirable`, the share of desirable responses.

@@ -160,7 +160,7 @@ def _sapo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOption
 
 
 def _dro(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
-    return losses.dro(log_probs, batch["old_log_probs"], batch["advantages"])
+    return losses.dro(log_probs, batch["old_log_probs"], batch["advantages"], beta=options.objective.dro_beta)
 
 
 LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "dro": _dro}

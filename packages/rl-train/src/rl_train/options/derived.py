@@ -61,6 +61,7 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "objective.divergence", plain, "backend=parallel, without engine.share_prefixes"
     yield "objective.mixture", options.objective.divergence is not None, "objective.divergence"
     yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
+    yield "objective.dro_beta", options.objective.loss == "dro", "objective.loss=dro"
     for name in ("bound", "level", "floor", "veto"):
         caps = options.objective.importance.cap is not None
         yield f"objective.importance.{name}", caps, "objective.importance.cap"

@@ -160,6 +160,8 @@ class ObjectiveOptions(BaseModel):
     """Clip the policy's ratio above 1 + clip_high (default: the algorithm's value)."""
     dual_clip: Annotated[Number, Field(gt=1)] | None = None
     """Dual clip: cap the loss at this ratio where the advantage is negative (default: off)."""
+    dro_beta: Positive = 1.0
+    """Strength of the pull of --loss dro towards the policy that drew the tokens."""
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = LEFT_OUT
     """Average of the loss: token-mean, sequence-mean, or sequence-sum / max_new_tokens (default: the algorithm's)."""
     kl_coefficient: NotNegative = 0.0
