@@ -9,10 +9,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from parallel_layers.attention.blocks import BLOCKS
+from parallel_layers.attention import blocks
 from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
-from parallel_layers.attention.kernel_interface import Kernel
+from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.reference import EXACT, REFERENCE
 from parallel_layers.kernels.runtime import HAS_TRITON, device_type
 
@@ -65,6 +67,20 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+def _fastest_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients by the fastest backend that supports the call, from the output and the log-sum-exp."""
+    sizes = q.shape[-1], v.shape[-1]
+    name = choose_backend("auto", q.device.type, q.dtype, sizes[0], scoring.softcap is not None, True, sizes[1])
+    kernel = BACKENDS[name].kernel
+    assert kernel is not None
+    padding = 0 if sizes in BACKENDS[name].pairs else sizes[0] - sizes[1]
+    d_out, v, out = (F.pad(x, (0, padding)) for x in (d_out, v, out))
+    d_q, d_k, d_v = kernel.backward(d_out, q, k, v, out, lse, segments, scoring)
+    return d_q, d_k, d_v[..., : sizes[1]]
+
+
 _flash = partial(Backend, device="cuda", dtypes=HALF, invariant=True)
 
 # "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
@@ -99,7 +115,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": _flash(
         "a CUDA build of torch and an Ampere GPU or newer",
         lambda: HAS_TRITON and _capability() >= (8, 0),
-        BLOCKS,
+        Kernel(blocks.forward, _fastest_backward, VARLEN.workspace),
         max_head_dim=256,
         head_dim_multiple=8,
         pairs=frozenset({(192, 128)}),
