@@ -78,7 +78,9 @@ MISTRAL = (
     "{% else %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"
 )
 
-_SPECIAL = re.compile(r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|<end>|<user>|<bot>|\[/?[A-Z_]{3,}\]|<\w+_of_\w+>")
+_SPECIAL = re.compile(
+    r"<\|\w+>|<\w+\|>|<[|\uff5c][^<>\s]{1,40}[|\uff5c]>|</?s>|<end>|<user>|<bot>|\[/?[A-Z_]{3,}\]|<\w+_of_\w+>"
+)
 
 
 def save_tokenizer(folder: Path, template: str, *more: str, merges: Sequence[tuple[str, str]] = ()) -> None:

@@ -16,7 +16,7 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rl_models import VisualInputs
@@ -58,14 +58,13 @@ class RecordedCall:
         sample: The sample that has the drawn tokens.
         end: The number of the sample's tokens up to the last one that the call drew.
         messages: The number of messages up to the answer; 0 where no chat can continue the call.
-        length, digest: The number of the template's ids up to the answer, and their hash.
+        beginnings: The hashes, by length, of ids that begin a chat which continues the call.
     """
 
     sample: Sample
     end: int
     messages: int = 0
-    length: int = 0
-    digest: bytes = b""
+    beginnings: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:
@@ -106,8 +105,8 @@ class Recorder:
         """
         messages = [plain(message) for message in messages]
         rendered = Rendered(messages, tools, self._codec.chat(messages, tools))
-        for call in self._beginnings(rendered):
-            if (tail := self._tail(call, rendered)) is not None:
+        for call, begin in self._continued(rendered):
+            if (tail := self._tail(call, begin, rendered)) is not None:
                 return Call([*call.tokens, *tail], call, rendered)
         return Call(rendered.ids, None, rendered)
 
@@ -150,45 +149,51 @@ class Recorder:
         return recorded
 
     def _with_answer(self, call: RecordedCall, rendered: Rendered, answer: Message) -> RecordedCall:
-        """Return a call that a chat may continue, if the template's ids show the chat and the answer.
+        """Return a call that a chat may continue.
 
-        Special tokens at the end are left out: the last answer of a chat may end differently.
+        The chat begins with the recorded ids, or with the template's ids of the same messages and the answer, if these
+        show the chat and the answer. Special tokens at the end do not count: the last answer of a chat may end
+        differently.
         """
-        messages = [*rendered.messages, answer]
+        messages, beginnings = [*rendered.messages, answer], [call.tokens]
         with suppress(ValueError):
             ids = self._codec.answered(messages, rendered.tools)
             if ids[: len(rendered.ids)] == rendered.ids:
-                while ids[-1] in self._codec.special:
-                    ids.pop()
-                ((_, digest),) = _digests(ids, [len(ids)])
-                return replace(call, messages=len(messages), length=len(ids), digest=digest)
-        return call
+                beginnings.append(ids)
+        hashes = dict[int, bytes]()
+        for ids in beginnings:
+            while ids and ids[-1] in self._codec.special:
+                ids.pop()
+            hashes |= _hashes(ids, [len(ids)])
+        return replace(call, messages=len(messages), beginnings=hashes)
 
-    def _beginnings(self, rendered: Rendered) -> Iterator[RecordedCall]:
-        """Yield the calls whose rendered ids begin those of a chat, the longest first."""
-        num_messages, num_ids = len(rendered.messages), len(rendered.ids)
-        calls = [call for call in self.calls if 0 < call.messages < num_messages and call.length <= num_ids]
-        digests = dict(_digests(rendered.ids, sorted({call.length for call in calls})))
-        calls = [call for call in calls if digests[call.length] == call.digest]
-        yield from sorted(calls, key=lambda call: call.length, reverse=True)
+    def _continued(self, rendered: Rendered) -> Iterator[tuple[RecordedCall, int]]:
+        """Yield the calls that begin a chat, and the number of the ids that begin it; the longest first."""
+        calls = [call for call in self.calls if 0 < call.messages < len(rendered.messages)]
+        lengths = {length for call in calls for length in call.beginnings if length <= len(rendered.ids)}
+        hashes = _hashes(rendered.ids, sorted(lengths))
+        for length in sorted(lengths, reverse=True):
+            yield from ((call, length) for call in calls if call.beginnings.get(length) == hashes[length])
 
-    def _tail(self, call: RecordedCall, rendered: Rendered) -> list[int] | None:
-        """Return the ids between the draw of a call and the next answer; None if the chat does not continue it."""
+    def _tail(self, call: RecordedCall, begin: int, rendered: Rendered) -> list[int] | None:
+        """Return the ids between the draw of a call and the next answer; None if the chat does not continue it.
+
+        The chat's ids must be the `begin` ones, special tokens that end the answer, and the tail.
+        """
         messages = rendered.messages[call.messages :]
         try:
             tail = self._codec.continuation(messages, call.sample.tokens[call.end - 1], rendered.tools)
         except ValueError:
             return None
         end = len(rendered.ids) - len(tail)
-        between = rendered.ids[call.length : end]
-        continues = rendered.ids[end:] == tail and all(token in self._codec.special for token in between)
+        continues = rendered.ids[end:] == tail and self._codec.special.issuperset(rendered.ids[begin:end])
         return tail if continues else None
 
 
-def _digests(ids: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Yield each of the rising lengths, and the hash of that number of first ids."""
-    hash, begin = hashlib.sha256(), 0
+def _hashes(ids: Sequence[int], lengths: Sequence[int]) -> dict[int, bytes]:
+    """Return the hash of the first ids for each of the rising lengths."""
+    hash, begin, hashes = hashlib.sha256(), 0, dict[int, bytes]()
     for length in lengths:
         hash.update(array("q", ids[begin:length]))
-        begin = length
-        yield length, hash.digest()
+        begin, hashes[length] = length, hash.digest()
+    return hashes
