@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel_layers import ModelConfig
 from parallel_layers.head import SamplingMask
 from rl_models import Batch, losses
 from rl_train.planner.memory import MemoryOptions
@@ -37,8 +38,8 @@ class LiveBytes(TorchDispatchMode):
                 self.alive[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "::log_probs" in func._schema.name:
-            with self:  # the tiles inside the head's operators count, too
+        if func._schema.name.startswith(("parallel_layers::log_probs", "parallel_layers::chunked_gated")):
+            with self:  # the tiles inside the head's operators count, too, and the chunks inside those of recurrences
                 out = OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
@@ -53,10 +54,10 @@ def maximise(*arguments: Any) -> losses.LossTerms:
     return losses.LossTerms(-sum(arguments[:-1:2]))
 
 
-def random_batch(tokens: int) -> Batch:
-    """The same on every rank."""
+def random_batch(tokens: int, length: int = 128) -> Batch:
+    """Sequences of one length, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return Batch.from_sequences([torch.randint(1000, (128,), generator=generator) for _ in range(tokens // 128)])
+    return Batch.from_sequences([torch.randint(1000, (length,), generator=generator) for _ in range(tokens // length)])
 
 
 def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) -> int:
@@ -77,7 +78,9 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
         pipeline=options.pipeline,
         max_tokens_per_micro_batch=options.tokens,
     )
-    batch = random_batch(options.received * options.tokens)
+    # The chunks of a recurrence end with each sequence, of which a plan has one.
+    length = 512 if ModelConfig.from_hf(path).has_linear_attention else 128
+    batch = random_batch(options.received * options.tokens, length)
     if options.mask_width:
         others = (batch.tokens[:, None] + torch.arange(options.mask_width)) % SIZES["vocab_size"]
         batch = replace(batch, sampling_mask=SamplingMask.from_rows(list(others)))

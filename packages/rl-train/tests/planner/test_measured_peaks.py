@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from parallel_layers import ParallelDims
+from parallel_layers import ModelConfig, PackedSequence, ParallelDims, linear_log_probs
+from parallel_layers.kernels import planned_for
 from parallel_layers.model import LoraOptions
+from parallel_models import CausalLM
 from rl_models import OptimizerOptions
+from rl_train.planner.live_bytes import LiveBytes
 from rl_train.planner.memory import GIB, MemoryOptions
 from rl_train.planner.plan import plan_memory
 
@@ -100,3 +103,40 @@ def test_a_machine_without_a_gpu_plans_the_peaks_of_an_h200(row: Row) -> None:
     (planned,) = plan_memory(row.model, options, role="causal_lm", trained=True)
     # Long packs outweigh what libraries and earlier variants keep.
     assert planned.total / GIB == pytest.approx(row.peak, rel=0.003 if row in LONGEST[2:] else 0.02), planned
+
+
+# `benchmarks/hybrid.py`: GiB above the weights and their gradients.
+MAMBA, ATTENTION, MLP = "linear_attention", "full_attention", "mlp"
+NEMOTRON = {"model_type": "nemotron_h", "layers_block_type": [MAMBA, MLP] * 3 + [MAMBA, ATTENTION, MLP, MAMBA]}
+NEMOTRON |= {"vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+NEMOTRON |= {"mamba_num_heads": 128, "mamba_head_dim": 64}
+NEXT = {"model_type": "qwen3_next", "num_hidden_layers": 4, "vocab_size": 151936, "hidden_size": 2048, "head_dim": 256}
+NEXT |= {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 5632, "num_experts": 512}
+NEXT |= {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "rms_norm_eps": 1e-6}
+NEXT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "recompute", "keeps", "extra"),
+    [
+        pytest.param(NEMOTRON, 16384, None, True, 16.4, marks=pytest.mark.slow),
+        (NEMOTRON, 262144, "full", False, 71.5),
+        (NEXT, 16384, None, False, 2.3),
+    ],
+    ids=["Nemotron-H", "long", "Qwen3-Next"],
+)
+def test_layers_of_a_recurrence_count_what_their_kernels_allocate(
+    config: dict[str, Any], tokens: int, recompute: Any, keeps: bool, extra: float
+) -> None:
+    """Mamba-2's states, and what fla-core saves; in plain torch the long pack needs 110 GiB."""
+    model = ModelConfig.from_hf(config)
+    ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+    packed = PackedSequence(ids, torch.empty_like(ids), torch.empty(2, dtype=torch.int32, device="meta"), 1)
+    with planned_for("cuda"):
+        module = CausalLM(model, recompute=recompute, dtype=torch.bfloat16, device="meta")
+        with LiveBytes([*module.parameters(), *module.buffers()]) as live:
+            head: dict[str, Any] = {"entropy": False, "keep_probabilities": keeps}
+            linear_log_probs(module(packed), module.head_weight, ids, **head).log_probs.sum().backward()
+        gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) / GIB
+    assert live.cut() / GIB == pytest.approx(extra + gradients, rel=0.03)

@@ -166,6 +166,15 @@ def test_prediction_layers_are_held_and_frozen() -> None:
     assert critic.weights < without.weights
 
 
+def test_files_say_whether_there_are_prediction_layers(models: Path) -> None:
+    """Configs of Qwen3-Next do not say so, and transformers saves no such layer."""
+    checkpoint = Checkpoint(models / "hybrid")
+    options = MemoryOptions(dims=ParallelDims(), tokens=64, dtype=torch.float32)
+    (of_files,) = plan_memory(checkpoint, options, role="causal_lm", trained=False)
+    (of_config,) = plan_memory(checkpoint.config, options, role="causal_lm", trained=False)
+    assert of_files.weights == 4 * sum(math.prod(shape) for shape in checkpoint.shapes.values()) < of_config.weights
+
+
 def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(tp=2), tokens=64, dtype=torch.bfloat16)
     (full,) = plan_memory(model, options, role="causal_lm", trained=True)

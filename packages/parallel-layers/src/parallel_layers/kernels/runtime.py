@@ -92,6 +92,25 @@ def use_triton(*tensors: Tensor | None) -> bool:
     )
 
 
+class Kernel:
+    """A kernel of Triton that Python launches, `kernel[grid](*arguments)`.
+
+    A launch with a first tensor on the meta device does nothing, so that a plan of memory runs the code that allocates.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = triton.jit(function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return the launch over a grid."""
+
+        def launch(first: Tensor, *args: Any, **options: Any) -> None:
+            if not first.is_meta:
+                self.function[grid](first, *args, **options)
+
+        return launch
+
+
 def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
     """Decorate a function that launches kernels: make the GPU of its first tensor current, where Triton launches."""
 

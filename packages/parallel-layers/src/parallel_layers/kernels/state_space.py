@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import Kernel, cdiv, next_power_of_2, on_its_device, tl, triton
 
 
 class Tiles(NamedTuple):
@@ -54,7 +54,7 @@ FORWARD = {
 _LEAST_SIZE = 16
 
 
-@triton.jit
+@Kernel
 def _chunks_kernel(
     cu_ptr, steps_ptr, decays_ptr, chunks_ptr, first_ptr, sums_ptr, head_steps_ptr, num_sequences, num_tokens, heads,
     SIZE: tl.constexpr, SEQUENCES: tl.constexpr, HEADS: tl.constexpr,
@@ -144,7 +144,7 @@ def factors_of(sums):
     return tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
 
 
-@triton.jit
+@Kernel
 def _states_kernel(
     x_ptr, b_ptr, sums_ptr, steps_ptr, cu_ptr, first_ptr, start_ptr, states_ptr, end_ptr, d_states_ptr, products_ptr,
     x_stride, b_stride, num_tokens, heads, group, per_slice, num_chunks,
@@ -205,7 +205,7 @@ def _states_kernel(
         tl.store(end_ptr + outside, state, mask=mask & is_last & has_state)
 
 
-@triton.jit
+@Kernel
 def _outputs_kernel(
     x_ptr, b_ptr, c_ptr, sums_ptr, steps_ptr, skip_ptr, chunks_ptr, states_ptr, out_ptr,
     x_stride, b_stride, c_stride, num_tokens, heads, group,

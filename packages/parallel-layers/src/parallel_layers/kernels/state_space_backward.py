@@ -25,7 +25,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from parallel_layers.kernels.runtime import cdiv, on_its_device, tl, triton
+from parallel_layers.kernels.runtime import Kernel, cdiv, on_its_device, tl
 from parallel_layers.kernels.state_space import (
     Tiles,
     chunks_of,
@@ -47,7 +47,7 @@ BACKWARD = {
 }
 
 
-@triton.jit
+@Kernel
 def _values_kernel(
     x_ptr, b_ptr, c_ptr, sums_ptr, steps_ptr, skip_ptr, chunks_ptr, states_ptr, d_states_ptr, between_ptr, d_out_ptr,
     d_x_ptr, d_steps_ptr, d_decays_ptr, d_skip_ptr, d_products_ptr,
@@ -125,7 +125,7 @@ def _values_kernel(
     tl.store(d_products_ptr + at, sum_of_heads.to(d_products_ptr.dtype.element_ty))
 
 
-@triton.jit
+@Kernel
 def _keys_kernel(
     x_ptr, b_ptr, sums_ptr, steps_ptr, chunks_ptr, states_ptr, d_products_ptr, d_c_ptr,
     x_stride, b_stride, num_tokens, heads, group,

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from parallel_layers.attention.backends import ANY_FLOAT, HALF
-from parallel_layers.kernels.runtime import HAS_TRITON, capability
+from parallel_layers.kernels.runtime import HAS_TRITON, capability, device_type
 
 DELTA_RULE, MAMBA2 = "the gated delta rule", "Mamba-2"
 
@@ -98,16 +98,17 @@ def available_backends() -> tuple[str, ...]:
 
 def why_not(
     name: str, device: str, dtype: torch.dtype, head_dim: int, *, per_channel: bool = False, gradients: bool = False,
-    recurrence: str = DELTA_RULE,
+    recurrence: str = DELTA_RULE, planned: bool = False,
 ) -> str | None:  # fmt: skip
     """Return the reason why backend `name` does not support a call, or None if it does.
 
-    `head_dim` is the larger size of a key and a value head, `gradients` whether a backward can follow.
+    `head_dim` is the larger size of a key and a value head, `gradients` whether a backward can follow. In a `planned`
+    call every backend counts as installed, with a backward.
     """
     backend = BACKENDS[name]
     if recurrence not in backend.recurrences:
         return f"it computes {', '.join(backend.recurrences)}, not {recurrence}"
-    if not _is_installed(name):
+    if not (planned or _is_installed(name)):
         return f"it needs {backend.needs}"
     if backend.device not in (None, device):
         return f"it runs on {backend.device}, not on {device}"
@@ -115,7 +116,7 @@ def why_not(
         return f"it takes {', '.join(sorted(map(str, backend.dtypes)))}, not {dtype}"
     if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
         return f"its largest head size is {backend.max_head_dim}, not {head_dim}"
-    return backend.why_no_gradients(per_channel) if gradients else None
+    return backend.why_no_gradients(per_channel) if gradients and not planned else None
 
 
 def choose_backend(
@@ -124,10 +125,13 @@ def choose_backend(
 ) -> str:  # fmt: skip
     """Return the backend of a call: `name`, or for "auto" the first row that supports the call and its backward.
 
+    Tensors on the meta device take the backend of the device of `kernels.planned_for`.
+
     Raises:
         ValueError: `name` is unknown or does not support the call; the message has the reason.
     """
-    return _choose(name, device, dtype, head_dim, per_channel, gradients, recurrence)
+    planned, device = device == "meta", device_type(torch.device(device))
+    return _choose(planned, name, device, dtype, head_dim, per_channel, gradients, recurrence)
 
 
 # As for attention: torch.compile treats the choice as a constant.
@@ -136,11 +140,12 @@ choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _choose(
-    name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool, recurrence: str
-) -> str:
+    planned: bool, name: str, device: str, dtype: torch.dtype, head_dim: int, per_channel: bool, gradients: bool,
+    recurrence: str,
+) -> str:  # fmt: skip
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"backend={name!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
-    case = {"per_channel": per_channel, "gradients": gradients}
+    case = {"per_channel": per_channel, "gradients": gradients, "planned": planned}
     reasons = {row: why_not(row, device, dtype, head_dim, **case, recurrence=recurrence) for row in BACKENDS}
     able = [row for row, reason in reasons.items() if reason is None]
     if reason := reasons.get(name):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_layers.linear_attention.chunks import Chunks
 from parallel_layers.linear_attention.operators import SIZE
+from parallel_layers.linear_attention.planned import PlannedConvolution, PlannedDeltaRule
 
 
 def fla_gated_delta_rule(
@@ -18,6 +19,11 @@ def fla_gated_delta_rule(
     cu_seqlens: Tensor, scale: float, normalize: bool, output_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """See `gated_delta_rule`."""
+    if v.is_meta:
+        planned: tuple[Tensor, Tensor | None] = PlannedDeltaRule.apply(
+            q, k, v, log_decay, beta, len(cu_seqlens) - 1, normalize, output_state
+        )
+        return planned
     tensors = [x[None] for x in (q, k, v, log_decay, beta)]
     options = {
         "scale": scale,
@@ -42,6 +48,9 @@ def fla_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: str | None
 ) -> Tensor:
     """See `short_convolution`."""
+    if x.is_meta:
+        out: Tensor = PlannedConvolution.apply(x, weight, bias, activation is not None)
+        return out
     from fla.modules.causal_conv1d.ops import causal_conv1d
 
     table = _table(cu_seqlens, len(x))

@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 # The operators whose own temporaries count: their bodies run on the meta device, too.
 WITH_TEMPORARIES = {
-    f"parallel_layers::{name}" for name in ("log_probs", "log_probs_backward", "packed_attention_backward")
+    f"parallel_layers::{name}"
+    for name in (
+        *("log_probs", "log_probs_backward", "packed_attention_backward"),
+        *("chunked_gated_delta_rule", "chunked_gated_delta_rule_backward"),
+    )
 }
 
 

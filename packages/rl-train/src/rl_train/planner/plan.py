@@ -36,7 +36,8 @@ def plan_memory(
     """Return the memory of one model for each pipeline stage, on the fullest rank of the stage.
 
     Args:
-        config: The config of the model, or its checkpoint, whose files show the tensors of a vision tower.
+        config: The config of the model, or its checkpoint, whose files show the tensors of a vision tower and whether
+            there are multi-token-prediction layers.
         options: The grid and the tokens.
         role: A key of `rl_models.backends.OUTPUTS`.
         trained: False for a reference model, which has no gradients, optimizer state or saved activations.
@@ -52,9 +53,9 @@ def plan_memory(
         raise ValueError(f"ep={dims.ep} is for a mixture of experts, which {model.family} is not; leave it out")
     require_recompute(options.recompute, model.num_layers)
     has_files = checkpoint is not None and any(checkpoint.path.glob("*.safetensors"))
-    described = checkpoint if checkpoint is not None and has_files and "vision_config" in model.hf else model.hf
+    described = checkpoint if checkpoint is not None and has_files else model.hf
     layout = ckpt.layout_for(described, target="parallel", role=role, layers=pipeline.split)
-    if layout.may_predict:
+    if not has_files and layout.may_predict:
         layout = replace(layout, prediction_layers=layout.predictions)
     lora = None
     if options.lora is not None and trained:
