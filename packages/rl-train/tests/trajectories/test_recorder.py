@@ -25,6 +25,7 @@ from chat_families import (
 )
 from hypothesis import given, settings, strategies as st
 
+from rl_models import Actor
 from rl_models.calls import ROUTING
 from rl_train.data.chat import plain
 from rl_train.data.codec import TextCodec
@@ -33,6 +34,8 @@ from rl_train.engines.interface import Response
 from rl_train.trajectories.episodes import batch_of_episodes, totals
 from rl_train.trajectories.recorder import Call, Recorder
 from rl_train.trajectories.samples import Part, batch_of, part_of, parts_of
+
+from ..loop.test_environment_turns import chat_model as chat_model
 
 FAMILIES = {"CHATML": CHATML, "COHERE": COHERE, "GLM": GLM, "GPT_OSS": GPT_OSS, "MISTRAL": MISTRAL}
 FAMILIES["THINKING"] = THINKING
@@ -341,3 +344,29 @@ def test_a_sample_has_all_that_its_calls_report(codecs: Codecs) -> None:
     first_call = Recorder(Prompt([1], {}, 1), codecs(CHATML), 99)
     first_call.record(first_call.ids([2, 3]), part_of(responses[0]))
     assert batch_of(first_call.samples)[ROUTING][:, 0, 0].tolist() == [100, 102, 104, -1]
+
+
+def test_log_probs_of_all_samples_are_those_of_the_model(chat_model: Path) -> None:
+    """A chat of three turns, a branch and an edited history: each draw has the log-probs that training gives it."""
+    actor, codec = Actor.from_pretrained(chat_model, device="cpu"), TextCodec(chat_model)
+    recorder, answers = Recorder(Prompt([1], {}, 1), codec, 63), list[dict[str, Any]]()
+
+    def ask(*messages: dict[str, Any]) -> Call:
+        call = recorder.chat(messages)
+        batch = actor.generate([call.tokens], max_new_tokens=6, stop_ids=(codec.end or 0,), seed=len(answers))
+        (part,) = parts_of(batch, [len(call.tokens)])
+        answers.append({"role": "assistant", "content": codec.decode(part.tokens)})
+        recorder.record(call, part, answers[-1])
+        return call
+
+    first, second, third = ({"role": "user", "content": text} for text in ("ab", "c", "dea"))
+    ask(first)
+    ask(first, answers[0], second)
+    ask(first, answers[0], second, answers[1], third)
+    assert len(recorder.samples) == 1
+    assert ask(first, answers[0], third).parent is recorder.calls[0]
+    assert ask(second, answers[0], second).parent is None
+    batch = batch_of_episodes([recorder.samples])
+    assert len(batch) == 3
+    expected = torch.where(batch.mask, actor.log_probs(batch).log_probs, 0)
+    torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
