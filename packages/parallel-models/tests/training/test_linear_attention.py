@@ -110,14 +110,14 @@ def config_of(hybrid: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "named", "lack"),
     [
-        ({"base_format": "fp8", "lora": LoraOptions()}, "base_format='fp8'"),
-        ({"share_prefixes": True}, "share_prefixes=True"),
-        ({"tp_invariant": True}, "tp_invariant=True"),
+        ({"base_format": "fp8", "lora": LoraOptions()}, "base_format='fp8'", "its projections are not held in FP8"),
+        ({"share_prefixes": True}, "share_prefixes=True", "the state behind a prompt does not reach its responses"),
+        ({"tp_invariant": True}, "tp_invariant=True", "its sums follow the grid"),
     ],
 )
-def test_what_it_lacks_is_refused(options: dict[str, Any], named: str, hybrid: Path) -> None:
-    words = f"{named} is not offered with the linear attention of {hybrid.name}; leave it"
+def test_what_it_lacks_is_refused(options: dict[str, Any], named: str, lack: str, hybrid: Path) -> None:
+    words = f"{named} is not offered with the linear attention of {hybrid.name}: {lack}; leave it"
     with pytest.raises(ValueError, match=words):
         require_fit(config_of(hybrid), ParallelDims(), EngineOptions(**options))

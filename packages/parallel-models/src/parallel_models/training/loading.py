@@ -63,13 +63,19 @@ def require_fit(config: ModelConfig, dims: ParallelDims, options: EngineOptions)
     ):
         if applies and options.share_prefixes:
             raise ValueError(f"share_prefixes=True does not go with {text}, or leave share_prefixes out")
-    for applies, text in (
-        (options.base_format is not None, f"base_format={options.base_format!r}"),
-        (options.share_prefixes, "share_prefixes=True"),
-        (options.tp_invariant, "tp_invariant=True"),
+    for applies, text, lack in (
+        (
+            options.base_format is not None,
+            f"base_format={options.base_format!r}",
+            "its projections are not held in FP8",
+        ),
+        (options.share_prefixes, "share_prefixes=True", "the state behind a prompt does not reach its responses"),
+        (options.tp_invariant, "tp_invariant=True", "its sums follow the grid"),
     ):
         if applies and config.has_linear_attention:
-            raise ValueError(f"{text} is not offered with the linear attention of {config.family}; leave it out")
+            raise ValueError(
+                f"{text} is not offered with the linear attention of {config.family}: {lack}; leave it out"
+            )
     ckpt.layout_for(config.hf).require_tp(dims.tp, None if dims.expert_tensor_parallel else 1)
 
 
