@@ -27,8 +27,8 @@ from rollouts import LARGE, SHAPE, TINY, write_model
 from parallel_layers import ParallelDims
 
 GPUS = max(1, torch.cuda.device_count())
-# The GPUs of an engine apart; a mixture's experts are shared out over them.
-PLACES = {"colocated": (), "same device": (0,), "another GPU": (1,), "tp 2": (0, 1)}
+# The GPUs of an engine apart; at tp 2 they share out a mixture's experts. vLLM's R3 wants pp 1.
+PLACES = {"colocated": (), "same device": (0,), "another GPU": (1,), "tp 2": (0, 1), "pp 2": (0, 1)}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -106,9 +106,12 @@ def main() -> None:
             where: dict[str, Any] = {}
             if gpus := PLACES[place]:
                 where["devices"] = [str(gpu) if CUDA else "" for gpu in gpus]
-                where["dims"] = ParallelDims(tp=len(gpus), ep=len(gpus) if args.mixture else 1)
+                if place == "pp 2":
+                    where |= {"dims": ParallelDims(pp=2), "routing": False}
+                else:
+                    where["dims"] = ParallelDims(tp=len(gpus), ep=len(gpus) if args.mixture else 1)
             sizes = (args.rounds, 64 if args.tiny else 256, 256 if CUDA else 8)
-            found = measure(Path(name), *sizes, **options, **where)
+            found = measure(Path(name), *sizes, **(options | where))
             report[place] = found | {"GB/s": size / found["weight sync s"] / 1e9}
             print(place, report[place], flush=True)
     print(machine(), f"{size / 1e9:.2f} GB; a copy on the device: {size / copy / 1e9:.0f} GB/s")

@@ -300,7 +300,7 @@ def on_ranks(group: ProcessGroup, llama: Path) -> tuple[float, list[int]]:
 
 @pytest.mark.slow
 def test_an_engine_beside_four_ranks(ranks: RankPool, llama: Path) -> None:
-    found = ranks.run(on_ranks, llama)
+    found = ranks.run(on_ranks, llama, timeout=600)
     assert max(difference for difference, _ in found) < 1e-5
     assert all(tokens == found[0][1] for _, tokens in found)
 
