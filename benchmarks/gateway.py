@@ -5,9 +5,8 @@
     python benchmarks/gateway.py --tiny                            # 64 clients on a CPU
 
 Each client, all in one other process, makes two calls of `/inference/v1/generate` one after the other, with token ids
-in and out and log-probs. Direct calls begin the same requests at once. Both draw the same numbers of tokens, different
-from call to call, with as many responses at a time as there are clients. Rounds of both take turns after one that is
-not counted; the figures are medians.
+in and out and log-probs. Direct calls make the same requests, as many at a time. Both draw the same numbers of tokens,
+different from call to call. Rounds of both take turns after one that is not counted; the figures are medians.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from measure import CUDA, machine, table, write_json
@@ -44,7 +44,7 @@ def main() -> None:
     # The tied embedding of a random model draws the last token again and again.
     shape = SHAPE | {"tie_word_embeddings": False}
     if args.tiny:
-        shape, args.clients, args.prompt, args.mean = {**shape, **TINY, "head_dim": 64}, 64, 8, 12
+        shape, args.clients, args.prompt, args.mean = {**shape, **TINY, "head_dim": 64}, 64, 8, 24
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, shape, weights=True)
@@ -70,7 +70,7 @@ def measure(folder: Path, vocab_size: int, args: argparse.Namespace) -> dict[str
         make = partial(Vllm, str(folder), max_num_seqs=args.clients, max_model_len=longest, memory=0.7)
     pool = InFlightPool(processes(make, ["0" if CUDA else ""]), max_responses=args.clients)
     service = PoolService(pool)
-    gateway = Gateway(service, codec, sampling, context=longest)
+    gateway = Gateway(service, codec, context=longest)
     gateway.start()
     seconds: dict[str, list[float]] = {"direct": [], "endpoint": []}
     total = 0
@@ -78,9 +78,9 @@ def measure(folder: Path, vocab_size: int, args: argparse.Namespace) -> dict[str
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             for number in range(1 + args.rounds):
                 calls = calls_of_round(number, vocab_size, args)
-                session = gateway.add(Session(Recorder(Prompt([1], {}, 1), codec, longest)))
+                session = gateway.add(Session(Recorder(Prompt([1], {}, 1), codec, longest), sampling))
                 ways = {
-                    "direct": lambda calls=calls: call_directly(pool, sampling, calls),
+                    "direct": lambda calls=calls: call_directly(pool, sampling, calls, args.clients),
                     "endpoint": lambda *call: process.submit(call_by_clients, *call).result(),
                 }
                 total = sum(length for *_, length in calls)
@@ -118,15 +118,26 @@ def calls_of_round(number: int, vocab_size: int, args: argparse.Namespace) -> Ca
     ]
 
 
-def call_directly(pool: Any, sampling: SamplingOptions, calls: Calls) -> int:
-    """Begin all requests, and return the number of tokens."""
+def call_directly(pool: Any, sampling: SamplingOptions, calls: Calls, clients: int) -> int:
+    """Have the engine draw as many requests at a time as there are clients, and return the number of tokens."""
     from rl_train.engines import Request
 
-    drawings = [
-        pool.begin([Request(prompt, seed)], replace(sampling, max_length=len(prompt) + length))
-        for prompt, seed, length in calls
-    ]
-    return sum(len(response.tokens) for drawing in drawings for (response,) in drawing())
+    ended, drawings, drawn = SimpleQueue[int](), dict[int, Any](), 0
+
+    def begin(number: int) -> None:
+        prompt, seed, length = calls[number]
+        limited = replace(sampling, max_length=len(prompt) + length)
+        drawings[number] = pool.begin([Request(prompt, seed)], limited, lambda: ended.put(number))
+
+    for number in range(clients):
+        begin(number)
+    while drawings:
+        number = ended.get()
+        ((response,),) = drawings.pop(number)()
+        drawn += len(response.tokens)
+        if number + clients < len(calls):
+            begin(number + clients)
+    return drawn
 
 
 def call_by_clients(url: str, key: str, calls: Calls, clients: int) -> int:

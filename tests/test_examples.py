@@ -132,9 +132,12 @@ def test_a_policy_and_a_reward_model_learn_preferences() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--client"]], ids=["environment", "agent"])
+def test_a_model_learns_to_call_a_calculator(tmp_path: Path, more: list[str]) -> None:
+    if more:
+        pytest.importorskip("openai")
     program = ROOT / "examples" / "calculator" / "train.py"
-    command = [sys.executable, str(program), str(tmp_path)]
+    command = [sys.executable, str(program), str(tmp_path), *more]
     result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, timeout=560)
     assert result.returncode == 0, result.stderr
     before, after = (

@@ -1,6 +1,7 @@
 """A small model learns by GRPO to call a calculator.
 
     python examples/calculator/train.py OUT
+    python examples/calculator/train.py OUT --client      # the same task by a program that uses OpenAI's client
 
 The task: the product of two numbers of two digits, which the model cannot compute. It first sees answers of which one
 in four calls the calculator, so that it knows how to call. Reinforcement learning then teaches it when to.
@@ -10,6 +11,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from rl_models import Actor, Batch, OptimizerOptions
 from rl_models.losses import LossTerms
@@ -23,7 +25,9 @@ TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>", "<tool>", "m
 VOCABULARY = (*TOKENS, *"0123456789")
 TEMPLATE = (
     "<s>{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 STEPS = 30
@@ -92,7 +96,7 @@ def write_rows(path: Path, seed: int, count: int) -> None:
     path.write_text("".join(json.dumps({"messages": f"{a}*{b}", "answer": str(a * b)}) + "\n" for a, b in pairs))
 
 
-def main(out: Path) -> None:
+def main(out: Path, agent: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     make_model(out / "start")
     imitate(out / "start")
@@ -102,16 +106,15 @@ def main(out: Path) -> None:
     options = TrainOptions(
         model=out / "start",
         prompts=out / "questions.jsonl",
-        environment="calculator:Calculator",
         out=out / "run",
         device="cpu",
         steps=STEPS,
         prompts_per_step=16,
         save_every=0,
-        data={"max_turns": 3},
         sampling={"max_new_tokens": 32},
         optimizer={"learning_rate": 5e-4},
         evaluation={"prompts": out / "held_out.jsonl", "temperature": 1.0},
+        **agent,
     )
     last = train(check_run(options), report)
     # --8<-- [end:options]
@@ -126,5 +129,10 @@ def report(event: dict) -> None:
         print(f"step {event['step']}: {numbers}")
 
 
+# --8<-- [start:agents]
+ENVIRONMENT = {"environment": "calculator:Calculator", "data": {"max_turns": 3}}
+CLIENT = {"agent": "client:solve", "agents": {"max_calls": 3}}
+# --8<-- [end:agents]
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "calculator"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "calculator"), CLIENT if "--client" in sys.argv else ENVIRONMENT)

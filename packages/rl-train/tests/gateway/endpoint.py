@@ -91,9 +91,9 @@ class Endpoint:
         self.codec, self.script = tokenizer, Script(tokenizer, say)
         stop_ids = [tokenizer.vocabulary["<|im_end|>"]]
         sampling = SamplingOptions(max_new_tokens=200, temperature=0.5, stop_ids=stop_ids)
-        self.gateway = Gateway(self.script, tokenizer, sampling, **{"context": CONTEXT, **options})
+        self.gateway = Gateway(self.script, tokenizer, **{"context": CONTEXT, **options})
         self.record = Record(tokenizer)
-        self.session = self.gateway.add(Session(self.record, limits=limits or Limits()))
+        self.session = self.gateway.add(Session(self.record, sampling, limits=limits or Limits()))
 
     def post(self, path: str, body: Any, key: str | None = None, **options: Any) -> Any:
         """Return the answer of the ASGI application to a request, in this process."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rl_train.environments.protocol import Environment, Step
 from rl_train.environments.tools import FORMATS, Call, calls_in
@@ -62,10 +62,18 @@ def serve(pipe: Pipe) -> None:
     """
     calls = Calls(pipe)
     if (host := load(calls, _Host)) is not None:
-        asyncio.run(_answer_all(calls, host))
+        asyncio.run(answer_all(calls, host))
 
 
-async def _answer_all(calls: Calls, host: _Host) -> None:
+class Host(Protocol):
+    """What a process of the user's code holds."""
+
+    async def answer(self, *arguments: Any) -> Any:
+        """Return the answer to a call."""
+
+
+async def answer_all(calls: Calls, host: Host) -> None:
+    """Answer each call by the host, several at the same time; signs of life show that the event loop runs."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -186,7 +194,7 @@ class _Host:
             with forks_leave():
                 if inspect.iscoroutinefunction(function):
                     return await function(*args, **kwargs), None
-                value, error = await _in_thread(function, *args, **kwargs)
+                value, error = await in_thread(function, *args, **kwargs)
                 if error is not None:
                     raise error
                 return await value if inspect.isawaitable(value) else value, None
@@ -194,8 +202,11 @@ class _Host:
             return None, raised(error, self._file)
 
 
-def _in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-    """Return a future of (result, exception). Each call has its own thread; a thread that hangs is abandoned."""
+def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+    """Return a future of (result, exception) of a function.
+
+    Each call has its own thread; a thread that hangs is abandoned.
+    """
     future: Future[tuple[Any, BaseException | None]] = Future()
     future.set_running_or_notify_cancel()  # an abandoned thread may still set the result
 

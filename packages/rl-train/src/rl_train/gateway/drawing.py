@@ -22,6 +22,7 @@ class Drawing:
 
     Attributes:
         prompt: The tokens of the prompt.
+        sampling: How tokens are drawn; `stop_ids` end a response.
         limit: The largest number of tokens of a response.
         count: The number of responses.
         seed: The seed of the responses.
@@ -30,6 +31,7 @@ class Drawing:
     """
 
     prompt: list[int]
+    sampling: SamplingOptions
     limit: int
     count: int
     seed: int
@@ -61,12 +63,10 @@ class Sampler:
     Attributes:
         service: The engine.
         codec: The tokenizer.
-        sampling: How all tokens of the run are drawn; `stop_ids` are the model's ends of a response.
     """
 
     service: EngineService
     codec: TextCodec
-    sampling: SamplingOptions
 
     async def choice(self, drawing: Drawing, index: int) -> AsyncGenerator[Choice, None]:
         """Yield a choice as it grows; the last time with its `finish`."""
@@ -76,7 +76,7 @@ class Sampler:
             prompt = drawing.prompt + tokens
             room = min(size, drawing.limit - len(tokens))
             request = Request(prompt, hashed_seed(drawing.seed, index, len(tokens), size=7))
-            future = self.service.submit(request, replace(self.sampling, n=1, max_length=len(prompt) + room))
+            future = self.service.submit(request, replace(drawing.sampling, n=1, max_length=len(prompt) + room))
             part = await asyncio.wrap_future(future)
             choice.response = joined(choice.response, part)
             self._end(choice, drawing, len(tokens))
@@ -134,7 +134,7 @@ class Sampler:
             choice.text = self.codec.decode(tokens[:length])
             choice.text = choice.text[: _place(choice.text, drawing.stops)]
             choice.finish = "stop"
-        elif tokens and tokens[-1] in tuple(self.sampling.stop_ids):
+        elif tokens and tokens[-1] in tuple(drawing.sampling.stop_ids):
             choice.finish = "stop"
         elif len(tokens) >= drawing.limit:
             choice.finish = "length"

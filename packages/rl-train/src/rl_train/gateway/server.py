@@ -9,9 +9,9 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from parallel_models import SamplingOptions
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.dialects import Chat, Completion, Dialect, Generate, usage
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
@@ -36,16 +36,21 @@ _PREFIX = "/sessions/{key}"
 _LOOPBACK = "127.0.0.1"
 
 
+def require_gateway() -> None:
+    """Raise ValueError unless the extra `gateway` is installed."""
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise ValueError(f"the endpoint of agents needs {' and '.join(missing)}; pip install 'rl-train[gateway]'")
+
+
 class Gateway:
     """The endpoint of a run: clients draw from its engine, each in a session.
 
     A client needs the key of a session, as bearer token or in the path (`Gateway.base_url`). The options of the draws
-    are those of the run; the header `x-overridden` of an answer names the client's options that differ.
+    are those of the session; the header `x-overridden` of an answer names the client's options that differ.
 
     Args:
         service: The engine.
         codec: The tokenizer of the policy.
-        sampling: How tokens are drawn; `max_new_tokens` is the largest number of tokens of a response.
         context: The largest number of tokens of a prompt with its response.
         model: The name of the model.
         host: The address to listen on; other machines reach no loopback address.
@@ -60,7 +65,6 @@ class Gateway:
         self,
         service: EngineService,
         codec: TextCodec,
-        sampling: SamplingOptions,
         *,
         context: int,
         model: str = "policy",
@@ -68,7 +72,7 @@ class Gateway:
         seconds: float = 600.0,
         most_bytes: int = 2**24,
     ) -> None:
-        self._sampler, self._context, self._model, self._host = Sampler(service, codec, sampling), context, model, host
+        self._sampler, self._context, self._model, self._host = Sampler(service, codec), context, model, host
         self._seconds, self._most_bytes = seconds, most_bytes
         self._sessions = dict[str, Session]()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -200,7 +204,7 @@ class Gateway:
             session = self._session(request)
             call = dialect(await self._body(request), self._sampler.codec, session)
             self._check_model(call.model)
-            overridden = call.sampled.check(self._sampler.sampling)
+            overridden = call.sampled.check(session.sampling)
             session.overridden.update(overridden)
             headers = {"x-overridden": ",".join(overridden)} if overridden else {}
             drawing = self._drawing(call, session)
@@ -247,9 +251,10 @@ class Gateway:
             raise ApiError(
                 400, f"the prompt has the token {largest}, and the largest is {self._largest_token}", "prompt"
             )
-        limit = min(room, self._sampler.sampling.max_new_tokens, call.limit or room)
+        limit = min(room, session.sampling.max_new_tokens, call.limit or room)
         seed = session.draw_seed(call.recorded.tokens, call.sampled.seed)
-        return Drawing(call.recorded.tokens, limit, call.sampled.n or 1, seed, call.sampled.stops, call.stream)
+        count, stops = call.sampled.n or 1, call.sampled.stops
+        return Drawing(call.recorded.tokens, session.sampling, limit, count, seed, stops, call.stream)
 
     async def _grow(self, drawing: Drawing, session: Session) -> AsyncGenerator[Choice, None]:
         """Draw the choices of a call within its time, as long as the episode goes on."""

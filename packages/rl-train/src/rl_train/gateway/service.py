@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Event
+from threading import Condition
 from typing import Any, Protocol
 
 from parallel_models import SamplingOptions
@@ -30,13 +30,11 @@ class PoolService:
     Weights may change meanwhile; each token has the version of the weights that drew it. The request of a lost engine
     is drawn by another engine. Without an engine that has weights, requests wait until `resume`, after a weight sync.
 
-    Attributes:
-        lost: Set while requests wait for a weight sync.
     """
 
     def __init__(self, pool: InFlightPool) -> None:
-        self.lost = Event()
         self._pool, self._waiting = pool, list[Callable[[], None]]()
+        self._changed = Condition()
         # Requests begin and end in one thread: an engine may answer before `begin` of the pool has returned.
         self._thread = ThreadPoolExecutor(1, "gateway")
 
@@ -45,6 +43,22 @@ class PoolService:
         future: Future[Response] = Future()
         self._run(future, self._begin, request, sampling)
         return future
+
+    @property
+    def lost(self) -> bool:
+        """Say whether requests wait for a weight sync."""
+        return bool(self._waiting)
+
+    def wait(self, ended: Callable[[], bool]) -> bool:
+        """Wait until requests wait for a weight sync (True), or `ended` returns True (False); see `notify`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or ended())
+            return self.lost and not ended()
+
+    def notify(self) -> None:
+        """Have `wait` call `ended` again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def resume(self) -> None:
         """Draw the requests that have waited for a weight sync."""
@@ -55,7 +69,6 @@ class PoolService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _resume(self) -> None:
-        self.lost.clear()
         waiting, self._waiting = self._waiting, []
         for begin in waiting:
             begin()
@@ -67,7 +80,7 @@ class PoolService:
             try:
                 step(future, *arguments)
             except BaseException as error:
-                _finish(future, error=error)
+                finish(future, error=error)
 
         self._thread.submit(run)
 
@@ -94,7 +107,7 @@ class PoolService:
         except WeightsLostError:
             self._wait(future, request, sampling)
             return
-        _finish(future, response)
+        finish(future, response)
 
     def _ended(self, drawings: list[Drawing], future: Future[Response]) -> None:
         """End the request of a future that its caller has cancelled."""
@@ -103,10 +116,10 @@ class PoolService:
 
     def _wait(self, future: Future[Response], request: Request, sampling: SamplingOptions) -> None:
         self._waiting.append(partial(self._run, future, self._begin, request, sampling))
-        self.lost.set()
+        self.notify()
 
 
-def _finish(future: Future[Response], response: Response | None = None, error: BaseException | None = None) -> None:
+def finish(future: Future[Response], response: Response | None = None, error: BaseException | None = None) -> None:
     """Answer a future that its caller may have cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from parallel_layers.module import crc_seed, hashed_seed
+from parallel_models import SamplingOptions
 from rl_train.gateway.drawing import Choice, Drawing
 from rl_train.gateway.errors import ApiError
 from rl_train.trajectories.recorder import Recorder
@@ -29,6 +30,7 @@ class Session:
 
     Attributes:
         recorder: The calls of the episode.
+        sampling: How tokens are drawn; `max_new_tokens` is the largest number of tokens of a response.
         seed: The seed of its draws.
         limits: The limits of calls and of drawn tokens.
         key: The client's secret.
@@ -41,6 +43,7 @@ class Session:
     """
 
     recorder: Recorder
+    sampling: SamplingOptions
     seed: int = 0
     limits: Limits = Limits()
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))

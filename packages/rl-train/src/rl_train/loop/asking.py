@@ -12,6 +12,7 @@ from rl_models import Batch
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import RolloutEngine
+from rl_train.loop.agent_episodes import AgentEpisodes
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.environment_turns import EnvironmentTurns
 from rl_train.loop.environment_turns_in_flight import EnvironmentTurnsInFlight
@@ -29,7 +30,12 @@ def asking(
     once: Callable[[Callable[[], Any]], Any],
     tell: Callable[[str], None],
 ) -> Ask:
-    """Return the function with which a run draws responses; `EnvironmentTurns` with an environment of several turns."""
+    """Return the function with which a run draws responses.
+
+    It is that of `AgentEpisodes` with agents, and of `EnvironmentTurns` with an environment of several turns.
+    """
+    if checked_run.options.runs_agents:
+        return AgentEpisodes(checked_run, engine, rewards, once, tell).draw
     if checked_run.options.converses:
         kind = EnvironmentTurnsInFlight if checked_run.options.rollouts.in_flight else EnvironmentTurns
         return kind(checked_run, engine, rewards, once, tell).draw

@@ -19,6 +19,7 @@ from parallel_models import CacheOptions, Role, model_config
 from parallel_models.engine import checkpoint_folder, longest_sequence, max_positions, stored_dtype
 from rl_models import Actor, ActorCritic, Critic, Grid
 from rl_models.backends import offered, require_optimizer, require_options, row_of
+from rl_train.agents.pool import Agents
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
 from rl_train.data.codec import TextCodec
@@ -29,6 +30,7 @@ from rl_train.engines.json_client import JsonClient
 from rl_train.engines.vllm import require_vllm
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
+from rl_train.gateway.server import require_gateway
 from rl_train.loop.checked_teacher import check_teacher
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
@@ -76,12 +78,12 @@ class CheckedRun:
     @property
     def longest(self) -> int:
         """Return the number of tokens of the longest prompt with the longest response."""
-        return _longest(self.options, [*self.prompts, *self.eval_prompts])
+        return _longest(self.options, [*self.prompts, *self.eval_prompts], self.positions)
 
     @property
     def longest_of_teacher(self) -> int:
         """Return the number of tokens of the teacher's longest prompt with the longest response."""
-        return _longest(self.options, self.prompts, of_teacher=True)
+        return _longest(self.options, self.prompts, self.positions, of_teacher=True)
 
     def describe(self) -> dict[str, Any]:
         """Return the run as JSON values: every resolved option, and the values derived from the options."""
@@ -215,6 +217,9 @@ def check_run(
         with closing(Environments(options, workers=1)) as environments:
             tools = environments.schemas()
 
+    if options.runs_agents:
+        require_gateway()
+        Agents(options, workers=1).close()
     files = _PromptFiles(options, positions, tools)
     prompts, dropped = files.read(options.prompts, rows, options.teacher.prompts)
     eval_file = options.evaluation.prompts
@@ -234,9 +239,9 @@ def check_run(
         import_ray()
     else:
         Devices.find(options.device).require(options.grid.world_size)
-    longest = _longest(options, [*prompts, *eval_prompts])
+    longest = _longest(options, [*prompts, *eval_prompts], positions)
     if options.rule.teacher:
-        check_teacher(options, _longest(options, prompts, of_teacher=True))
+        check_teacher(options, _longest(options, prompts, positions, of_teacher=True))
     cache = _check_models(options, checkpoint, cache_options(options, longest, len(eval_prompts)))
     if options.engine.float8 and not options.ray and find_spec("transformer_engine") is None:
         raise ValueError(
@@ -262,7 +267,12 @@ def check_run(
     )
 
 
-def _longest(options: TrainOptions, prompts: Sequence[Prompt], *, of_teacher: bool = False) -> int:
+def _longest(
+    options: TrainOptions, prompts: Sequence[Prompt], positions: int | None, *, of_teacher: bool = False
+) -> int:
+    """Return the number of tokens of the longest sequence; agents may use all of the model's context."""
+    if options.runs_agents:
+        return min(positions or options.max_tokens, options.max_tokens)
     lengths = (len((of_teacher and prompt.teacher) or prompt.tokens) for prompt in prompts)
     return max(lengths) + options.sampling.max_new_tokens
 

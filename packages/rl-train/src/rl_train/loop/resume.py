@@ -25,7 +25,7 @@ _FILES = (".json", ".jinja", ".model", ".safetensors")
 # At most this number of blocks of a file are read, with this number of bytes each.
 _BLOCKS, _BLOCK = 16, 65536
 # Options with a module of the user, as module:name.
-_MODULES = ("reward", "environment", "objective.advantages", "objective.loss", "rollouts.engine")
+_MODULES = ("reward", "environment", "agent", "objective.advantages", "objective.loss", "rollouts.engine")
 
 
 def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     """Return the engine of a run without engines of ours beside it: the policy itself, or the user's engine."""
     if options.rollouts.engine == "native":
         # Nothing else needs the devices between two turns of a conversation, or two parts of a response.
-        keep_cache = options.converses or options.rollouts.partial > 0
+        keep_cache = options.converses or options.runs_agents or options.rollouts.partial > 0
         return NativeEngine(actor, keep_cache=keep_cache, **_native_options(options))
     return make_engine(options.rollouts.engine, actor, options)
 

@@ -32,6 +32,11 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     separate = options.rollouts.devices is not None
     apart = engine == "native" and separate
     yield "data.max_turns", options.converses, "an environment of several turns"
+    for name in ("concurrent", "timeout", "max_calls", "max_tokens"):
+        yield f"agents.{name}", options.runs_agents, "agent=module:function or agent_command"
+    yield "environment", not options.runs_agents, "no agent: both would run the episodes"
+    yield "agent_command", options.agent is None, "no other agent"
+    yield "teacher.prompts", not options.runs_agents, "no agent, whose own prompts the policy answers"
     for name in ("model", "dims", "share_backbone"):
         yield f"critic.{name}", options.rule.critic, "an algorithm with a critic, such as ppo"
     for name in ("model", "dims", "learning_rate"):
@@ -88,8 +93,9 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"
     yield "rollouts.partial", options.rollouts.staleness > 0, "a staleness of 1 or more"
     yield "rollouts.partial", not options.rollouts.in_flight, "synchronous draws, without rollouts.in_flight"
-    yield "rollouts.partial", not options.converses, "responses of one turn"
-    single_turns = engine == "vllm" and not options.converses
+    single_turns = not (options.converses or options.runs_agents)
+    yield "rollouts.partial", single_turns, "responses of one turn"
+    single_turns = single_turns and engine == "vllm"
     yield "rollouts.routing", single_turns, "rollouts.engine=vllm and responses of one turn"
     whole = not (options.rollouts.in_flight or options.rollouts.partial)
     yield "rollouts.routing", whole, "responses of one call, without rollouts.in_flight and rollouts.partial"
@@ -121,6 +127,8 @@ def _mistakes(options: TrainOptions) -> Iterator[str]:
 def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
     if options.rule.groups and options.samples < 2:
         yield f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
+    if options.agent is not None and not re.fullmatch(r"[\w.]+:\w+", options.agent):
+        yield f"agent={options.agent!r} must be module:function, such as my_agent:solve; a program is agent_command"
     if (environment := options.environment) is not None:
         if options.converses and not re.fullmatch(r"[\w.]+:\w+", environment):
             yield (

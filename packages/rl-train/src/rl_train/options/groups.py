@@ -54,6 +54,21 @@ class RewardOptions(BaseModel):
     """Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off)."""
 
 
+class AgentOptions(BaseModel):
+    """The limits of an agent's episodes."""
+
+    model_config = CONFIG
+
+    concurrent: Free[Count] = 64
+    """Maximum number of agents that run at a time; they share --rewards.workers processes."""
+    timeout: Free[Positive] = 600.0
+    """Seconds for each episode of an agent; an agent that takes longer has failed, and a command is killed."""
+    max_calls: Count = 64
+    """Maximum number of calls of the model in an episode; later calls are refused."""
+    max_tokens: CountOrZero = 0
+    """Maximum number of drawn tokens in an episode (0: no limit)."""
+
+
 class CriticOptions(BaseModel):
     """The critic of ppo."""
 

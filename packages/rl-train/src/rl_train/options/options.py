@@ -28,6 +28,7 @@ from rl_train.options.fields import (
 )
 from rl_train.options.groups import (
     LEFT_OUT,
+    AgentOptions,
     CriticOptions,
     DataOptions,
     EvaluationOptions,
@@ -71,6 +72,10 @@ class TrainOptions(Options):
     """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a datasets folder, organisation/name:FILES."""
     environment: Text | None = None
     """Environment: reasoning_gym:TASK,option=number in place of --prompts, or module:class of several turns."""
+    agent: Text | None = None
+    """Agent: module:function, called as agent(base_url, row); it draws by OpenAI's protocol and returns its reward."""
+    agent_command: Text | None = None
+    """Agent as a command, with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as a JSON line on standard input."""
     reward: Annotated[Text, Repeats]
     """Rewards: exact-match, number-match, math-verify, regex or module:function; with commas, as name=reward@weight."""
     out: Free[Folder] = Path("run")
@@ -130,6 +135,7 @@ class TrainOptions(Options):
 
     data: DataOptions = Field(default_factory=DataOptions)
     rewards: RewardOptions = Field(default_factory=RewardOptions)
+    agents: AgentOptions = Field(default_factory=AgentOptions)
     critic: CriticOptions = Field(default_factory=CriticOptions)
     engine: Free[
         Annotated[
@@ -156,6 +162,8 @@ class TrainOptions(Options):
             if not source["prompts"].startswith(PREFIX):
                 source = {"reward": "environment"}
             values = source | values
+        if values.get("agent") is not None or values.get("agent_command") is not None:
+            values = {"reward": "environment"} | values
         if (rule := ALGORITHMS.get(str(values.get("algorithm", cls.model_fields["algorithm"].default)))) is not None:
             left_out = [name for name in OF_THE_ALGORITHM if name.partition(".")[0] not in values]
             values = {name: getattr(rule, name.rpartition(".")[2]) for name in left_out} | values
@@ -175,6 +183,11 @@ class TrainOptions(Options):
     def converses(self) -> bool:
         """Say whether the environment has several turns."""
         return self.environment is not None and not self.environment.startswith(PREFIX)
+
+    @property
+    def runs_agents(self) -> bool:
+        """Say whether agents draw from the policy."""
+        return self.agent is not None or self.agent_command is not None
 
     def grid_of(self, dims: str | None) -> ParallelDims:
         """Return the sizes of a model's grid; None: of the policy's grid."""

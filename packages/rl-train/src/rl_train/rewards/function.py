@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel_models.engine import Progress, unwatched
+from rl_train.agents.pool import Agents
 from rl_train.environments.pool import Environments
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.pool import RewardPool
@@ -111,10 +112,11 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a run and its environments, each in separate processes. Close them at the end.
+    """The rewards of a run, its environments and its agents, each in separate processes. Close them at the end.
 
     Attributes:
         environments: The environments of several turns; None without.
+        agents: The agents; None without.
         progress: Called with the number of answered "calls"; each call scores some of the responses.
 
     Raises:
@@ -126,10 +128,13 @@ class Rewards:
         self._stops = options.rewards.errors == "stop"
         self._pools: list[RewardPool] = []
         self.environments: Environments | None = None
+        self.agents: Agents | None = None
         self.progress: Progress = unwatched
         with ExitStack() as stack:
             if options.converses:
                 self.environments = stack.enter_context(closing(Environments(options)))
+            if options.runs_agents:
+                self.agents = stack.enter_context(closing(Agents(options)))
             for reward in self._rewards:
                 try:
                     pool = RewardPool(
@@ -148,6 +153,10 @@ class Rewards:
     def close(self) -> None:
         """End all processes."""
         self._stack.close()
+
+    def at_end(self, end: Callable[[], Any]) -> None:
+        """Have `close` call a function first."""
+        self._stack.callback(end)
 
     def score(self, items: Sequence[Item], places: Sequence[str]) -> Scores:
         """Return the scores of the items.

@@ -1,0 +1,199 @@
+"""Episodes of agents: their tokens and rewards, their failures and limits, and runs that learn from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from parallel_models import SamplingOptions
+from rl_models import Batch
+from rl_train.cli.commands import app
+from rl_train.data.prompts import read_prompts
+from rl_train.loop.agent_episodes import AgentEpisodes
+from rl_train.loop.checked_run import CheckedRun, check_run
+from rl_train.loop.scoring import Scorer
+from rl_train.options.options import TrainOptions
+from rl_train.quickstart.task import VOCABULARY
+from rl_train.rewards.function import Rewards
+from rl_train.trajectories.episodes import totals
+
+from .test_environment_turns import TEMPLATE
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.usefixtures("folder_of_rewards")
+END, A = VOCABULARY.index("</s>"), VOCABULARY.index("a")
+COMMAND = f"{sys.executable} programs.py"
+
+
+@pytest.fixture(scope="module")
+def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+class Echo:
+    """An engine that answers each prompt with the letter of its length, until a limit or the end."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.calls = list[tuple[list[list[int]], SamplingOptions]]()
+
+    def generate(self, prompts: Any, sampling: SamplingOptions) -> Batch:
+        self.calls.append((prompts, sampling))
+        answers = [[A + len(prompt) % 26, END][: sampling.limit(len(prompt))] for prompt in prompts]
+        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        fields: dict[str, Any] = {"log_probs": [[-float(place) for place in range(len(row))] for row in rows]}
+        return Batch.from_sequences(rows, response_lengths=[len(answer) for answer in answers], **fields)
+
+
+Draw = Callable[..., tuple[Batch, Echo, list[str], Scorer]]
+
+
+@pytest.fixture
+def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
+    """Run an agent about rows."""
+    opened: list[Rewards] = []
+
+    def run(rows: list[dict[str, Any]], n: int = 1, **given: Any) -> Any:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps({"messages": "c"} | row) + "\n" for row in rows))
+        agent = {} if "agent_command" in given else {"agent": "programs:talk"}
+        options: dict[str, Any] = {"max_new_tokens": 12, "max_tokens": 60, **agent, **given}
+        resolved = TrainOptions(model=chat_model, prompts=file, **options)
+        prompts = read_prompts(file, chat_model, 99)
+        rewards = Rewards(resolved)
+        opened.append(rewards)
+        said: list[str] = []
+        checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Echo()
+        once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
+        episodes = AgentEpisodes(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
+        batch = episodes.draw(file, prompts, SamplingOptions(12, n=n, stop_ids=[END])).result()
+        return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
+
+    yield run
+    for rewards in opened:
+        rewards.close()
+
+
+def test_an_agents_calls_are_one_sample_and_its_result_the_reward(draw: Draw) -> None:
+    """Two agents ask at a time, and the tokens of their answers go on in the next call."""
+    batch, engine, said, scorer = draw([{"turns": 2}, {"turns": 1}], n=2)
+    first, second = [A + 3, END], [A + 8, END]
+    begin = [1, A + 2, END]
+    talk = [*begin, *first, A, A + 1, END, *second]
+    assert [row.tolist() for row in batch.split()] == [talk, talk, [*begin, *first], [*begin, *first]]
+    mask = [False] * 3 + [True] * 2 + [False] * 3 + [True] * 2
+    assert [row.tolist() for row in batch.split("mask")] == [mask, mask, mask[:5], mask[:5]]
+    places = torch.cat([torch.arange(length) for length in batch.lengths])
+    assert batch["log_probs"].tolist() == torch.where(batch.mask, -places, 0).tolist()
+    assert totals(batch)["environment_reward"].tolist() == [2, 2, 1, 1]
+    assert totals(batch)["turns"].tolist() == [2, 2, 1, 1]
+    assert sum(len(prompts) for prompts, _ in engine.calls) == 6
+    assert len(engine.calls) < 6, "agents share calls of the engine"
+    assert said == ["agents ask for other temperature than the run, which draws all tokens"]
+    prompts = [prompt for prompt in scorer.checked_run.prompts for _ in range(2)]
+    assert scorer(Path("rows"), prompts, batch).scores.tolist() == [2, 2, 1, 1]
+
+
+def test_an_agent_that_forgets_gives_two_samples_with_one_reward(draw: Draw) -> None:
+    batch, _, _, _ = draw([{"turns": 2, "does": "forget"}])
+    assert [row.tolist() for row in batch.split()] == [[1, A + 2, END, A + 3, END], [1, A, A + 1, END, A + 4, END]]
+    assert totals(batch)["turns"].tolist() == [2]
+    assert totals(batch)["environment_reward"].tolist() == [1]
+
+
+def test_agents_that_call_at_the_same_time_and_by_command(draw: Draw) -> None:
+    batch, _, _, _ = draw([{}], agent="programs:gather")
+    assert [len(row) for row in batch.split()] == [5, 5]
+    assert totals(batch)["environment_reward"].tolist() == [2]
+    batch, _, _, _ = draw([{"turns": 2}], agent_command=COMMAND)
+    assert totals(batch)["environment_reward"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("does", "error"),
+    [
+        ("raise", r"raised KeyError: 'gone' \(programs.py, line \d+\)"),
+        ("hang", "took longer than --agents.timeout, 1 s"),
+        ("exit", r"ended its process \(exit status 3\)"),
+        ("nan", "returned nan; it must be finite"),
+        ("nothing", "returned no reward and reported none"),
+    ],
+)
+def test_a_failure_stops_the_run_or_counts_as_0(draw: Draw, does: str, error: str) -> None:
+    """Its drawn tokens stay; other agents, whose process it may have ended, are asked again by the next draw."""
+    options = {"agents.timeout": 1.0}
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 1: the agent {error}"):
+        draw([{"does": does}], **options)
+    batch, _, said, _ = draw([{"does": does}], **options, **{"rewards.errors": "zero"})
+    assert totals(batch)["failed"].tolist() == [1]
+    assert totals(batch)["environment_reward"].tolist() == [0]
+    assert batch.mask.sum() == 2
+    assert any("an agent failed, and its episode counts as 0" in text for text in said)
+
+
+def test_commands_that_fail_are_ended(draw: Draw) -> None:
+    for does, error in (("status", "ended with status 1: no such tool"), ("hang", "took longer than")):
+        with pytest.raises(ValueError, match=f"the agent {error}"):
+            draw([{"does": does}], agent_command=COMMAND, **{"agents.timeout": 2.0})
+    with pytest.raises(ValueError, match=r"cannot be started: .*no-such-program"):
+        draw([{}], agent_command="no-such-program x")
+
+
+def test_rewards_and_limits(draw: Draw) -> None:
+    """A reward by a call; a limit of calls, whose error the agent does not catch, and one of tokens."""
+    batch, _, _, _ = draw([{"does": "report"}])
+    assert totals(batch)["environment_reward"].tolist() == [0.25]
+    zero = {"rewards.errors": "zero"}
+    batch, _, _, _ = draw([{"turns": 9}], **zero, **{"agents.max_calls": 2})
+    assert totals(batch)["turns"].tolist() == [2]
+    assert totals(batch)["truncated"].tolist() == [1]
+    batch, _, _, _ = draw([{"turns": 9}], **zero, **{"agents.max_tokens": 3})
+    assert int(batch.mask.sum()) == 3
+    assert totals(batch)["truncated"].tolist() == [2]  # the last answer is cut, and then a call is refused
+
+
+def test_mistakes_of_options(chat_model: Path, prompts: Path) -> None:
+    for given, error in (
+        ({"agent": "programs"}, "agent='programs' must be module:function"),
+        ({"agent": "programs:none"}, "programs has no function none"),
+        ({"agent": "programs:wrong"}, r"it takes \(base_url: 'str'\) -> 'None'; an agent takes \(base_url, row\)"),
+        ({"agent": "programs:talk", "agent_command": "x"}, "agent_command=x needs no other agent"),
+        ({"agent": "programs:talk", "environment": "talks:Talk"}, "environment=talks:Talk needs no agent"),
+        ({"agents.max_calls": 3, "reward": "environment"}, "agents.max_calls=3 needs agent=module:function"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            check_run(TrainOptions(model=chat_model, prompts=prompts, device="cpu", **given))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(["--dims", "dp=2"], marks=pytest.mark.slow),
+        pytest.param(["--in-flight", "--staleness", "1", "--rollouts.devices", "cpu"], marks=pytest.mark.slow),
+    ],
+    ids=["policy", "two ranks", "in flight"],
+)
+def test_a_run_learns_from_agents(chat_model: Path, tmp_path: Path, more: list[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": letter, "turns": 2}) + "\n" for letter in "abcd"))
+    command = ["train", "--model", chat_model, "--prompts", rows, "--agent", "programs:talk", "--steps", 2]
+    command += ["--prompts-per-step", 2, "--samples", 2, "--max-new-tokens", 8, "--out", tmp_path / "run", *more]
+    result = CliRunner().invoke(app, [*map(str, command), "--device", "cpu", "--save-every", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["turns"], line["reward"]) for line in lines] == [(1, 2, 2), (2, 2, 2)]
+    assert all(line["rollout_kl"] < 1e-3 for line in lines if "rollout_kl" in line)
