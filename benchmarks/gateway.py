@@ -4,9 +4,10 @@
     python benchmarks/gateway.py --engine vllm
     python benchmarks/gateway.py --tiny                            # 64 clients on a CPU
 
-Each client, all in one other process, makes two calls of `/inference/v1/generate` one after the other, with token ids
-in and out and log-probs. Direct calls make the same requests, as many at a time. Both draw the same numbers of tokens,
-different from call to call. Rounds of both take turns after one that is not counted; the figures are medians.
+Each client has a session, and makes two calls of `/inference/v1/generate` one after the other, with token ids in and
+out and log-probs; the clients are in other processes. Direct calls make the same requests, as many at a time. Both draw
+the same numbers of tokens, different from call to call. Rounds of both take turns after one that is not counted; the
+figures are medians.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from measure import CUDA, machine, table, write_json
 from rollouts import SHAPE, TINY, write_model
 
 from parallel_models import SamplingOptions
+
+_PROCESSES = 4  # of clients
 
 
 def main() -> None:
@@ -75,21 +78,28 @@ def measure(folder: Path, vocab_size: int, args: argparse.Namespace) -> dict[str
     seconds: dict[str, list[float]] = {"direct": [], "endpoint": []}
     total = 0
     try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with ProcessPoolExecutor(_PROCESSES, multiprocessing.get_context("spawn")) as processes_of_clients:
             for number in range(1 + args.rounds):
                 calls = calls_of_round(number, vocab_size, args)
-                session = gateway.add(Session(Recorder(Prompt([1], {}, 1), codec, longest), sampling))
-                ways = {
-                    "direct": lambda calls=calls: call_directly(pool, sampling, calls, args.clients),
-                    "endpoint": lambda *call: process.submit(call_by_clients, *call).result(),
-                }
+                sessions = [
+                    gateway.add(Session(Recorder(Prompt([1], {}, 1), codec, longest), sampling))
+                    for _ in range(args.clients)
+                ]
+                keys = [session.key for session in sessions]
                 total = sum(length for *_, length in calls)
-                for way, arguments in (("direct", ()), ("endpoint", (gateway.url, session.key, calls, args.clients))):
+                for way in seconds:
                     begun = time.perf_counter()
-                    if (tokens := ways[way](*arguments)) != total:
+                    if way == "direct":
+                        tokens = call_directly(pool, sampling, calls, args.clients)
+                    else:
+                        shares = [(keys[i::_PROCESSES], calls_of(calls, args.clients, i)) for i in range(_PROCESSES)]
+                        works = [processes_of_clients.submit(call_by_clients, gateway.url, *share) for share in shares]
+                        tokens = sum(work.result() for work in works)
+                    if tokens != total:
                         raise RuntimeError(f"WRONG: {way} has {tokens} tokens in place of {total}")
                     seconds[way].append(time.perf_counter() - begun)
-                gateway.end(session)
+                for session in sessions:
+                    gateway.end(session)
     finally:
         gateway.close()
         service.close()
@@ -140,28 +150,32 @@ def call_directly(pool: Any, sampling: SamplingOptions, calls: Calls, clients: i
     return drawn
 
 
-def call_by_clients(url: str, key: str, calls: Calls, clients: int) -> int:
-    """Make the calls by clients of the endpoint, and return the number of tokens."""
+def calls_of(calls: Calls, clients: int, process: int) -> list[Calls]:
+    """Return the calls of each client of a process."""
+    return [calls[client::clients] for client in range(process, clients, _PROCESSES)]
+
+
+def call_by_clients(url: str, keys: list[str], calls: list[Calls]) -> int:
+    """Make the calls of some clients, each with its key, and return the number of tokens."""
     import httpx2
 
     async def call_all() -> int:
-        limits = httpx2.Limits(max_connections=clients)
-        headers = {"authorization": f"Bearer {key}"}
-        async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=600) as client:
+        limits = httpx2.Limits(max_connections=len(keys))
+        async with httpx2.AsyncClient(base_url=url, limits=limits, timeout=600) as client:
 
-            async def work(own: Calls) -> int:
+            async def work(key: str, calls_of_client: Calls) -> int:
                 drawn = 0
-                for prompt, seed, length in own:
+                for prompt, seed, length in calls_of_client:
                     parameters = {"max_tokens": length, "seed": seed, "logprobs": 0}
-                    reply = await client.post(
-                        "/inference/v1/generate", json={"token_ids": prompt, "sampling_params": parameters}
-                    )
+                    body = {"token_ids": prompt, "sampling_params": parameters}
+                    headers = {"authorization": f"Bearer {key}"}
+                    reply = await client.post("/inference/v1/generate", json=body, headers=headers)
                     (choice,) = reply.raise_for_status().json()["choices"]
                     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
                     drawn += len(choice["token_ids"])
                 return drawn
 
-            return sum(await asyncio.gather(*(work(calls[number::clients]) for number in range(clients))))
+            return sum(await asyncio.gather(*map(work, keys, calls)))
 
     return asyncio.run(call_all())
 

@@ -145,7 +145,8 @@ def test_streams(tokenizer: TextCodec, path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_texts(tokenizer: TextCodec, stream: bool) -> None:
     """The text ends before a stop text, the tokens with the token that completes it; no part of it is streamed."""
-    text = "0123456789" * 3 + "Obs then " + "Observation: 5, and more text than a part has"
+    # The first part of a stream, 32 tokens, ends within the stop text.
+    text = "Obs " + "0123456789" * 2 + "012345" + "Observation: 5, and more text than a part has"
     endpoint = Endpoint(tokenizer, lambda prompt: text)
     reply = endpoint.post(CHAT, body(stop=["Observation:", "never"], stream=stream))
     before = text[: text.index("Observation:")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,11 @@ class Watched(Native):
 
     go = threading.Event()
     most = 0
+    cancelled = 0
+
+    def cancel(self, key: int) -> None:
+        Watched.cancelled += 1
+        super().cancel(key)
 
     def step(self) -> Step:
         if not self.go.is_set():
@@ -78,16 +83,14 @@ def test_a_cancelled_request_ends(pool: InFlightPool, service: PoolService) -> N
     assert futures[1].cancel()
     service._thread.submit(lambda: None).result()
     assert futures[3].cancel()
+    _wait(lambda: Watched.cancelled > 0)
     Watched.go.set()
     service.submit(REQUESTS[0], SAMPLING).result(60)  # by now the first rows have drawn some tokens
     for number in range(4, len(futures)):
         futures[number].cancel()
     expected = [response for ((response,),) in (pool.begin([request], SAMPLING)() for request in REQUESTS[:3:2])]
     assert [futures[0].result(60).tokens, futures[2].result(60).tokens] == [one.tokens for one in expected]
-    deadline = time.monotonic() + 30
-    while pool.engines[0]._calls and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not pool.engines[0]._calls
+    _wait(lambda: not pool.engines[0]._calls)
     assert not [drawing for drawing in pool.drawings if not drawing.done()]
 
 
@@ -130,11 +133,18 @@ def test_requests_wait_for_weights() -> None:
     pool: Any = Lossy()
     service = PoolService(pool)
     futures: list[Future[Response]] = [service.submit(request, SAMPLING) for request in REQUESTS[:3]]
-    assert service.lost.wait(10)
+    assert service.wait(lambda: False)
     futures[1].cancel()
     pool.weights = True
     service.resume()
     assert [futures[number].result(10).tokens for number in (0, 2)] == [[5], [5]]
     assert futures[1].cancelled()
-    assert not service.lost.is_set()
+    assert not service.lost
     service.close()
+
+
+def _wait(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happens() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert happens()

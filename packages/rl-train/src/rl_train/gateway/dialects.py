@@ -48,6 +48,7 @@ class Dialect(ABC):
         recorded: The call in the episode's recorder, with the tokens of the prompt.
         field: The field of the body that has the prompt.
         stream: Whether the client waits for parts; `stream_options` say of what.
+        text: Whether the client gets a text.
 
     Raises:
         ApiError: The request is wrong, or asks for what the endpoint does not offer.
@@ -60,6 +61,7 @@ class Dialect(ABC):
     recorded: Call
     field: ClassVar[str] = "prompt"
     stream = False
+    text: ClassVar[bool] = True
     stream_options = StreamOptions()
 
     def __init__(self, values: Any, codec: TextCodec, session: Session) -> None:
@@ -95,11 +97,10 @@ class Dialect(ABC):
 
     def log_probs(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
         """Return the log-probs of the tokens of a choice from a token on, in the form of chat completions."""
+        texts, by_id = self.texts(choice.response.tokens[begin:]), self.names_ids
         entries = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(
-                self.texts(choice.response.tokens[begin:]), choice.response.log_probs[begin:], strict=True
-            )
+            {"token": text, "logprob": value, "bytes": None if by_id else list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, choice.response.log_probs[begin:], strict=True)
         ]
         return {"content": entries, "refusal": None}
 
@@ -240,6 +241,7 @@ class Generate(Dialect):
     """vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
 
     kind = "gen"
+    text = False
     field = "token_ids"
 
     def read(self, values: Any) -> None:

@@ -28,6 +28,7 @@ class Drawing:
         seed: The seed of the responses.
         stops: Texts that end a response; the client gets the text before the first of them.
         parts: Whether the client waits for parts of the text.
+        text: Whether the client gets a text.
     """
 
     prompt: list[int]
@@ -37,6 +38,7 @@ class Drawing:
     seed: int
     stops: tuple[str, ...] = ()
     parts: bool = False
+    text: bool = True
 
 
 @dataclass
@@ -120,7 +122,8 @@ class Sampler:
         what is learned: whether a token stays depends on the tokens before it alone.
         """
         tokens = choice.response.tokens
-        choice.text = self.codec.decode(tokens)
+        if drawing.text or drawing.stops:
+            choice.text = self.codec.decode(tokens)
         if _place(choice.text, drawing.stops) is not None:
             length = next(
                 (

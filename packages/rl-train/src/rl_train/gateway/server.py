@@ -254,7 +254,7 @@ class Gateway:
         limit = min(room, session.sampling.max_new_tokens, call.limit or room)
         seed = session.draw_seed(call.recorded.tokens, call.sampled.seed)
         count, stops = call.sampled.n or 1, call.sampled.stops
-        return Drawing(call.recorded.tokens, session.sampling, limit, count, seed, stops, call.stream)
+        return Drawing(call.recorded.tokens, session.sampling, limit, count, seed, stops, call.stream, call.text)
 
     async def _grow(self, drawing: Drawing, session: Session) -> AsyncGenerator[Choice, None]:
         """Draw the choices of a call within its time, as long as the episode goes on."""
