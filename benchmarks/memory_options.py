@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallel_layers import ModelConfig, ParallelDims
 from parallel_layers.model import LoraOptions
-from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, MegatronOptions, OptimizerOptions
 from rl_models.losses import LossTerms
 from rl_train.planner import MemoryOptions, plan_memory
 
@@ -161,8 +161,8 @@ def make_batch(tokens: int, vocab_size: int) -> Batch:
     return Batch.from_sequences(rows, response_lengths=[each - len(prompt)] * 4, device=DEVICE)
 
 
-def loss(log_probs: torch.Tensor, entropy: torch.Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 def measure(

@@ -42,6 +42,7 @@ from parallel_layers import ModelConfig, ParallelDims
 from parallel_models import CausalLM, EngineOptions, Grid
 from parallel_models.model import Chunk
 from parallel_models.training import ParallelEngine
+from rl_models import LossInputs
 
 Generate = Callable[[Sequence[Sequence[int]], int, int], Any]
 
@@ -347,11 +348,11 @@ def ppo_step(folder: Path, prompts: Sequence[Sequence[int]], n: int, tokens: int
     actor = Actor.from_pretrained(folder, device=DEVICE, optimizer=optimizer)
     critic = Critic.from_pretrained(folder, device=DEVICE, optimizer=optimizer)
 
-    def policy_loss(log_probs: Any, entropy: Any, part: Any) -> Any:
-        return losses.ppo_clip(log_probs, part["old_log_probs"], part["advantages"])
+    def policy_loss(inputs: LossInputs) -> Any:
+        return losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
-    def value_loss(values: Any, part: Any) -> Any:
-        return losses.LossTerms((values - part["returns"]) ** 2)
+    def value_loss(inputs: LossInputs) -> Any:
+        return losses.LossTerms((inputs.values - inputs["returns"]) ** 2)
 
     seconds: dict[str, list[float]] = {}
 

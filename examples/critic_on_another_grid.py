@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.quickstart import make_checkpoint
 
@@ -26,12 +26,12 @@ def share_of_sevens(batch: Batch) -> Tensor:
 
 
 # --8<-- [start:losses]
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
 
-def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.value_clip(values, batch["old_values"], batch["returns"])
+def value_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.value_clip(inputs.values, inputs["old_values"], inputs["returns"])
 
 
 # --8<-- [end:losses]

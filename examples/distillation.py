@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, LossInputs, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_models.calls import Divergence
 from rl_models.losses import LossTerms
@@ -43,8 +42,8 @@ def make_models(folder: Path) -> tuple[Path, Path]:
 
 
 # --8<-- [start:loss]
-def divergence_of_teacher(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms(batch["divergence"])
+def divergence_of_teacher(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs["divergence"])
 
 
 # --8<-- [end:loss]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 
 GROUPS, SAMPLES, LENGTH, STEPS = 3, 4, 6, 2
 TEMPERATURE = 0.9
@@ -30,8 +30,8 @@ def make_model(path: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(path)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["log_probs"], inputs["advantages"])
 
 
 def ratios(actor: Actor, batch: Batch) -> Tensor:

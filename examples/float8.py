@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.linear import why_not_float8
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 
 TOKENS, LENGTH, STEPS = 16384, 2048, 10
 
@@ -32,8 +32,8 @@ def make_model(path: Path) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(path)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.LossTerms(-log_probs)
+def loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.LossTerms(-inputs.log_probs)
 
 
 # --8<-- [start:measure]

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.engines import VllmEngine
 
@@ -37,8 +36,8 @@ def make_model(path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["log_probs"], inputs["advantages"])
 
 
 def main(checkpoint: Path) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.planner import GIB, MemoryOptions, plan_memory
 
@@ -66,8 +65,8 @@ def planned(dims: str, options: dict[str, Any], tokens: int) -> float:
 # --8<-- [end:plan]
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.LossTerms(-log_probs)
+def loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.LossTerms(-inputs.log_probs)
 
 
 # --8<-- [start:step]

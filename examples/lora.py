@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
-from rl_models import Actor, Batch, LoraOptions, OptimizerOptions, losses
+from rl_models import Actor, Batch, LoraOptions, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.engines import NativeEngine, RolloutEngine, VllmEngine
 
@@ -39,9 +39,9 @@ def make_model(path: Path) -> None:
 
 
 # --8<-- [start:loss]
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    kl = losses.kl_penalty(log_probs, batch["reference"])
-    surrogate = losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    kl = losses.kl_penalty(inputs.log_probs, inputs["reference"])
+    surrogate = losses.ppo_clip(inputs.log_probs, inputs["log_probs"], inputs["advantages"])
     return surrogate + losses.LossTerms(0.01 * kl, {"kl": kl})
 
 

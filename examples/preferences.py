@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 from rl_train.quickstart import make_checkpoint
 
@@ -38,13 +37,13 @@ def make_pairs(seed: int) -> Batch:
 
 
 # --8<-- [start:losses]
-def dpo_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    reference = batch["reference_log_probs"]
-    return losses.dpo(log_probs, reference, batch["pair"], batch.mask, batch.lengths, beta=0.5)
+def dpo_loss(inputs: LossInputs) -> losses.LossTerms:
+    reference = inputs["reference_log_probs"]
+    return losses.dpo(inputs.log_probs, reference, inputs["pair"], inputs.batch.mask, inputs.batch.lengths, beta=0.5)
 
 
-def reward_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.bradley_terry(values, batch["pair"], batch.mask, batch.lengths)
+def reward_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.bradley_terry(inputs.values, inputs["pair"], inputs.batch.mask, inputs.batch.lengths)
 
 
 # --8<-- [end:losses]

@@ -17,10 +17,9 @@ from pathlib import Path
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import torch
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Critic, LossInputs, OptimizerOptions, losses
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.quickstart import LETTERS, VOCABULARY, make_checkpoint
 
@@ -28,13 +27,13 @@ RESPONSE_LENGTH = 8
 BEGIN, FIRST = VOCABULARY.index("<s>"), VOCABULARY.index("a")
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    surrogate = losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
-    return surrogate + losses.entropy_bonus(entropy, 0.02)
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    surrogate = losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
+    return surrogate + losses.entropy_bonus(inputs.entropy, 0.02)
 
 
-def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.value_clip(values, batch["old_values"], batch["returns"])
+def value_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.value_clip(inputs.values, inputs["old_values"], inputs["returns"])
 
 
 # --8<-- [start:step]

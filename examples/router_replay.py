@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 from rl_models.api import WholeBatches
 
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 16, 12
@@ -43,8 +43,8 @@ def share_of_other_experts(actor: WholeBatches, batch: Batch, routing: Tensor) -
 # --8<-- [end:other]
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
 
 def main(folder: Path) -> None:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 
 GROUPS, SAMPLES, LENGTH, STEPS = 8, 8, 12, 7
 TEMPERATURE = 0.9
@@ -30,8 +29,8 @@ def make_model(path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["log_probs"], inputs["advantages"])
 
 
 def largest_ratio(actor: Actor, batch: Batch) -> float:

@@ -21,7 +21,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 peft = pytest.importorskip("peft")
@@ -128,9 +128,9 @@ def batch_of(indices: list[int] | None = None) -> Batch:
     return batch if indices is None else batch.select(indices)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    weights = torch.sin(1.0 + batch.tokens.double()).to(log_probs.dtype)
-    return LossTerms(-log_probs * weights - 0.1 * entropy)
+def loss(inputs: LossInputs) -> LossTerms:
+    weights = torch.sin(1.0 + inputs.batch.tokens.double()).to(inputs.log_probs.dtype)
+    return LossTerms(-inputs.log_probs * weights - 0.1 * inputs.entropy)
 
 
 def by_peft(folder: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -271,4 +271,4 @@ def curve(
     with device_of(backend):
         actor = actor_on(folder, dims, LoraOptions(4, 8.0, seed=2, dropout=dropout), backend)
         batch = batch_of(list(range(actor.grid.rank("dp"), 4, dims.dp)))
-        return [actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs))["loss"] for _ in range(20)]
+        return [actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs))["loss"] for _ in range(20)]

@@ -69,7 +69,7 @@ def test_the_backend_has_the_numbers_of_the_native_one(model: Path) -> None:
         actor = Actor.from_pretrained(model, backend=backend, device="cpu", optimizer=OptimizerOptions(1e-3))
         batch = Actor.from_pretrained(model, device="cpu").generate([[1, 5], [1]], max_new_tokens=5, n=2)
         scores = actor.log_probs(batch)
-        metrics = actor.update(batch, lambda log_probs, entropy, part: losses.LossTerms(-log_probs * entropy))
+        metrics = actor.update(batch, lambda inputs: losses.LossTerms(-inputs.log_probs * inputs.entropy))
         return torch.stack(scores), metrics, {name: each.clone() for name, each in actor.stream_weights()}
 
     (scores, metrics, weights), (own, own_metrics, own_weights) = map(learned, ("parallel", "backend:ONE_BY_ONE"))

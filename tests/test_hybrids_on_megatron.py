@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions, PipelineOptions
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -78,12 +78,12 @@ def pool() -> Iterator[RankPool]:
             yield ranks
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(part["advantages"] * log_probs - 0.1 * entropy, {})
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs["advantages"] * inputs.log_probs - 0.1 * inputs.entropy, {})
 
 
-def value_loss(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms((values - part["advantages"]).square(), {})
+def value_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["advantages"]).square(), {})
 
 
 def learn_on(

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from megatron_utils.testing import MIXTURES, cpu_stand_in, tiny_models
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions, PipelineOptions
+from rl_models import Actor, Batch, Critic, LossInputs, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
 MODELS = tiny_models(
@@ -181,12 +180,12 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, advantages=[torch.randn(n, generator=generator) for n in lengths])
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, own: Batch) -> LossTerms:
-    return LossTerms(own["advantages"] * log_probs - 0.1 * entropy, {"entropy": entropy})
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs["advantages"] * inputs.log_probs - 0.1 * inputs.entropy, {"entropy": inputs.entropy})
 
 
-def value_loss(values: Tensor, own: Batch) -> LossTerms:
-    return LossTerms((values - own["advantages"]).square(), {})
+def value_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["advantages"]).square(), {})
 
 
 def train(

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, PipelineOptions
+from rl_models import Actor, Batch, Critic, LossInputs, PipelineOptions
 from rl_models.api import Worker
 from rl_models.calls import accumulate
 from rl_models.losses import LossTerms
@@ -455,12 +455,12 @@ def reference(model: PreTrainedModel, batch: Batch, folder: Path) -> tuple[list[
     return [result.detach() for result in results], gradients
 
 
-def actor_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["a"] + entropy * part["b"])
+def actor_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"])
 
 
-def critic_loss(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(values * part["a"])
+def critic_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.values * inputs["a"])
 
 
 @cache

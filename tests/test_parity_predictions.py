@@ -25,7 +25,7 @@ import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
-from rl_models import Actor, ActorCritic, Batch, Critic, LoraOptions, OptimizerOptions, PipelineOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LoraOptions, LossInputs, OptimizerOptions, PipelineOptions
 from rl_models.calls import DECODING_STEPS, accumulate
 from rl_models.losses import LossTerms
 from rl_train.engines import Native
@@ -216,8 +216,8 @@ def write(folder: Path, model: Any, own: dict[str, Any], copies: dict[str, str])
     save_file(state, folder / "model.safetensors")
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["a"])
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["a"])
 
 
 class Found(NamedTuple):
@@ -315,8 +315,8 @@ def test_an_actor_critic_learns_and_generates_with_them(expected: Callable[[str]
     actor = ActorCritic.from_pretrained(wanted.path, device="cpu", mtp_loss_scaling_factor=FACTOR)
     options: dict[str, Any] = {"call": "update", "aggregation": "token-mean", "temperature": 0.8}
 
-    def loss(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> LossTerms:
-        return policy_loss(log_probs, entropy, part) + LossTerms(0 * values)
+    def loss(inputs: LossInputs) -> LossTerms:
+        return policy_loss(inputs) + LossTerms(0 * inputs.values)
 
     metrics = accumulate(actor.engine, make_batch(), loss, 20, **options)
     assert metrics == pytest.approx({"loss": wanted.loss, "mtp_loss": wanted.mtp_loss}, rel=1e-5)

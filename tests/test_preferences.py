@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import ckpt
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, losses
+from rl_models import Actor, Batch, Critic, LossInputs, losses
 from rl_models.calls import accumulate, for_all
 from rl_models.losses import LossTerms
 
@@ -98,14 +98,13 @@ def run_native(
     part = for_all(whole, dims.dp, VOCAB)[0][worker.grid.rank("dp")]
     terms: dict[int, float] = {}
 
-    def loss(*outputs: Any) -> LossTerms:
-        values, own = outputs[0], outputs[-1]
-        arguments = own["pair"], own.mask, own.lengths
+    def loss(inputs: LossInputs) -> LossTerms:
+        arguments = inputs["pair"], inputs.batch.mask, inputs.batch.lengths
         if kind == "actor":
-            found = losses.dpo(values, own["reference_log_probs"], *arguments, beta=BETA)
+            found = losses.dpo(inputs.log_probs, inputs["reference_log_probs"], *arguments, beta=BETA)
         else:
-            found = losses.bradley_terry(values, *arguments)
-        terms.update(zip(own["pair"].tolist(), found.loss.tolist(), strict=True))
+            found = losses.bradley_terry(inputs.values, *arguments)
+        terms.update(zip(inputs["pair"].tolist(), found.loss.tolist(), strict=True))
         return found
 
     options = {"call": "update", "aggregation": "sequence-mean", "temperature": 1.0}

@@ -23,7 +23,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.model import FAMILIES as NATIVE_FAMILIES
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions, PipelineOptions, VisualInputs
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions, PipelineOptions, VisualInputs
 from rl_models.api import WholeBatches, Worker
 from rl_models.calls import accumulate
 from rl_models.losses import LossTerms
@@ -63,8 +63,8 @@ def load(path: Path, kind: type[Worker] = Actor, dims: ParallelDims = ONE, **opt
     return kind.from_pretrained(path, **options)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["weight"] + 0.1 * entropy)
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["weight"] + 0.1 * inputs.entropy)
 
 
 def own_tokens(per_token: Tensor, batch: Batch) -> Tensor:
@@ -76,7 +76,7 @@ def after_a_step(model: PreTrainedModel, samples: list[Sample]) -> PreTrainedMod
     """The model after one step of torch's AdamW on the policy loss, its gradient from one sequence at a time."""
     model, batch = copy.deepcopy(model), batch_of(samples)
     scores = one_by_one(model, samples)
-    terms = policy_loss(own_tokens(scores.log_probs, batch), own_tokens(scores.entropy, batch), batch).loss
+    terms = policy_loss(LossInputs(batch, {name: own_tokens(x, batch) for name, x in scores._asdict().items()})).loss
     (terms[batch.mask].sum() / batch.mask.sum()).backward()
     rate, eps = STEP["learning_rate"], STEP["eps"]
     torch.optim.AdamW(model.parameters(), rate, OPTIMIZER.betas, eps, weight_decay=0.0).step()
@@ -405,7 +405,7 @@ def test_a_critic_values_images_and_is_read_again(
     batch = batch_of(samples)
     fresh = load(path, Critic, optimizer=OPTIMIZER)
     assert not fresh.values(batch).any()
-    fresh.update(batch, lambda values, part: LossTerms((values - part["weight"]).square()))
+    fresh.update(batch, lambda inputs: LossTerms((inputs.values - inputs["weight"]).square()))
     fresh.save_pretrained(tmp_path / "critic")
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "critic").eval()
     head = load_file(tmp_path / "critic" / "model.safetensors")
@@ -437,7 +437,7 @@ def test_a_native_critic_values_images_and_is_read_again(
     batch = batch_of(samples)
     critic = load(path, Critic, backend="parallel", optimizer=OPTIMIZER)
     assert not critic.values(batch).any()
-    critic.update(batch, lambda values, part: LossTerms((values - part["weight"]).square()))
+    critic.update(batch, lambda inputs: LossTerms((inputs.values - inputs["weight"]).square()))
     critic.save_pretrained(tmp_path)
     values = critic.values(batch)
     assert values.abs().max() > 1e-3
@@ -515,7 +515,7 @@ def learn_from_text(group: ProcessGroup, path: Path, out: Path, images: Batch) -
         options: dict[str, Any] = {"backend": "megatron", "dims": dims, "mesh": mesh_of(dims), "device": "cpu"}
         actor = Actor.from_pretrained(path, optimizer=OptimizerOptions(0.01, weight_decay=0.1), **options)
         batch = Batch.from_sequences([torch.arange(3, 12), torch.arange(20, 25)])
-        actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs))
+        actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs))
         with pytest.raises(ValueError, match=r"has images, and this model sees none: .*'megatron' has its text part"):
             actor.log_probs(images)
         actor.save_pretrained(out)

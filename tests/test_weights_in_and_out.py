@@ -106,7 +106,7 @@ def updated(path: Path, backend: str, run: Path) -> tuple[dict[str, Tensor], ...
     batch = Batch.from_sequences(random_sequences((7, 12), 32))
     with what_it_needs(backend):
         actor = Actor.from_pretrained(path, backend=backend, device="cpu", optimizer=OptimizerOptions())
-        actor.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+        actor.update(batch, lambda inputs: losses.LossTerms(-inputs.log_probs))
         actor.save_training(run)
     return experts(run)
 

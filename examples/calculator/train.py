@@ -82,7 +82,7 @@ def imitate(model: Path, steps: int = 400) -> None:
         batch = Batch.from_sequences(tokens)
         mask = torch.tensor([own for one in masks for own in one])
         batch = Batch(batch.tokens, batch.lengths, mask)
-        actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs))
+        actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs))
     actor.save_pretrained(model)
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pictures import COLOURS, PictureProcessor, question, save_model, save_pictures
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, OptimizerOptions, VisualInputs, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, VisualInputs, losses
 from rl_models.api import WholeBatches
 
 SAMPLES, STEPS = 16, 40
@@ -39,8 +38,8 @@ def make_prompts(model: Path, files: dict[str, Path]) -> Batch:
 # --8<-- [end:prompts]
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, batch["log_probs"], batch["advantages"])
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["log_probs"], inputs["advantages"])
 
 
 # --8<-- [start:step]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, LossInputs, OptimizerOptions, losses
 
 source, run = sys.argv[1], Path(sys.argv[2])
 optimizer = OptimizerOptions(learning_rate=1e-2)
@@ -17,8 +17,8 @@ batch = actor.generate([[1, 2, 3], [4, 5]], max_new_tokens=4, seed=0)
 batch = batch.with_fields(old_log_probs=batch["log_probs"], advantages=torch.ones_like(batch["log_probs"]))
 
 
-def loss(log_probs: torch.Tensor, entropy: torch.Tensor, part: Batch) -> losses.LossTerms:
-    return losses.ppo_clip(log_probs, part["old_log_probs"], part["advantages"])
+def loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
 
 def log_probs(actor: Actor) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_mixtures_learn_in_fp64_on_both_backends(tiny: Callable[..., Path]) -> N
             dtype=torch.float64,
             optimizer=OptimizerOptions(learning_rate=0.1, eps=1.0),  # a step in proportion to the gradient
         )
-        actor.update(BATCH, lambda log_probs, entropy, part: LossTerms(-log_probs))
+        actor.update(BATCH, lambda inputs: LossTerms(-inputs.log_probs))
         after[backend] = dict(actor.stream_weights())
     assert after["parallel"].keys() == after["transformers"].keys()
     for name, weight in after["parallel"].items():

@@ -15,3 +15,4 @@ from rl_models.api.model_calls import Policy as Policy
 from rl_models.backends.options import MegatronOptions as MegatronOptions
 from rl_models.batch.batch import Batch as Batch
 from rl_models.batch.visual import VisualInputs as VisualInputs
+from rl_models.losses.inputs import LossInputs as LossInputs

@@ -27,7 +27,7 @@ import ckpt
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import PipelineOptions, RouterLosses
-from rl_models import Actor, ActorCritic, Batch, CausalLMWithValue, Critic, ModelConfig, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, CausalLMWithValue, Critic, LossInputs, ModelConfig, OptimizerOptions
 from rl_models.api.worker import Worker
 from rl_models.calls.passes import accumulate
 from rl_models.losses import LossTerms
@@ -69,16 +69,18 @@ def make_batch(dims: ParallelDims, dp_rank: int) -> Batch:
     return Batch.from_sequences(rows[mine], **{name: numbers[mine] for name, numbers in fields.items()})
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["a"] + entropy * part["b"], {"entropy": entropy.detach()})
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(
+        inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"], {"entropy": inputs.entropy.detach()}
+    )
 
 
-def value_loss(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms((values - part["c"]).square(), {"value": values.detach()})
+def value_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["c"]).square(), {"value": inputs.values.detach()})
 
 
-def joint_loss(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> LossTerms:
-    return policy_loss(log_probs, entropy, part) + VALUE_COEFFICIENT * value_loss(values, part)
+def joint_loss(inputs: LossInputs) -> LossTerms:
+    return policy_loss(inputs) + VALUE_COEFFICIENT * value_loss(inputs)
 
 
 LOSSES: dict[type[Worker], Any] = {Actor: policy_loss, Critic: value_loss, ActorCritic: joint_loss}
@@ -258,7 +260,7 @@ def learn_values(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[fl
     # With dp=2 one rank has no token in its mask.
     responses, mine = [len(row) // 2 * (1 - number % 2) for number, row in enumerate(rows)], worker.grid.rank("dp")
     batch = Batch.from_sequences(rows[mine :: dims.dp], response_lengths=responses[mine :: dims.dp])
-    found = [worker.update(batch, lambda _, __, values, part: LossTerms((values - 1).square())) for _ in range(2)]
+    found = [worker.update(batch, lambda inputs: LossTerms((inputs.values - 1).square())) for _ in range(2)]
     return [number for each in found for number in (each["loss"], each["grad_norm"])]
 
 

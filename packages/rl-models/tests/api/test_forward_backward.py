@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from meshes import mesh_of
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions, Policy
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, Policy
 from rl_models.api import WholeBatches
 from rl_models.losses import LossTerms
 
@@ -37,8 +36,8 @@ def load(path: Path, backend: str = "parallel", dims: ParallelDims | None = None
     return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), **options)
 
 
-def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs, {"entropy": entropy})
+def push_up(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs, {"entropy": inputs.entropy})
 
 
 def whole(actor: Actor) -> Policy:
@@ -60,7 +59,7 @@ def in_parts(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) 
                 metrics = policy.forward_backward(batch, push_up, temperature=0.7) | policy.optimizer_step()
             else:
                 for part, half in zip(share, HALVES, strict=True):
-                    loss = lambda *given, part=part: part * push_up(*given)  # noqa: E731
+                    loss = lambda inputs, part=part: part * push_up(inputs)  # noqa: E731
                     metrics = policy.forward_backward(batch.select(half), loss, temperature=0.7)
                 metrics = policy.optimizer_step()
             found[name] = metrics, policy.log_probs(batch).log_probs
@@ -96,7 +95,7 @@ def test_a_step_needs_gradients_and_a_failed_pass_drops_them(model: Path) -> Non
         actor.optimizer_step()
     actor.forward_backward(batch, push_up)
     with pytest.raises(ValueError, match="the loss must be one number per token"):
-        actor.forward_backward(batch, lambda log_probs, *_: log_probs.sum())
+        actor.forward_backward(batch, lambda inputs: inputs.log_probs.sum())
     with pytest.raises(ValueError, match="call forward_backward first"):
         actor.optimizer_step()
     assert (actor.steps, torch.equal(actor.log_probs(batch).log_probs, before)) == (0, True)

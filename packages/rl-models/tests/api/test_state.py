@@ -27,7 +27,7 @@ from parallel_layers.testing import RankPool
 from parallel_layers.training import Schedule
 from parallel_models import PipelineOptions
 from parallel_models.training import release
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 
 Options = dict[str, Any]
 OPTIMIZER = OptimizerOptions(learning_rate=0.01, schedule=Schedule("cosine", warmup_steps=2, total_steps=6))
@@ -56,12 +56,12 @@ def make_batch(seed: int) -> Batch:
     return Batch.from_sequences(rows, target=target)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.LossTerms(-batch["target"] * log_probs)
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.LossTerms(-inputs["target"] * inputs.log_probs)
 
 
-def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.LossTerms((values - batch["target"]).square())
+def value_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.LossTerms((inputs.values - inputs["target"]).square())
 
 
 def make_worker(group: ProcessGroup, path: Path, kind: str, backend: str, dims: ParallelDims, **options: Any) -> Any:

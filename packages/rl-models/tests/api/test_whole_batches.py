@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.api.model_calls import ModelCalls
 from rl_models.api.whole_batches import WholeBatches
 from rl_models.calls import PROMPT_TOKENS_COMPUTED
@@ -42,8 +42,8 @@ class Perplexed(ActorCritic):
         return super().predict(batch, **options)
 
 
-def push_up(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs * part["advantages"] + values.square())
+def push_up(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs * inputs["advantages"] + inputs.values.square())
 
 
 def use(group: ProcessGroup, path: Path, dp: int) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def learn_by_group(
     batch = Batch.from_sequences(rows, **{"kept": groups, field: groups}).select(order)
     seen: list[set[int]] = []
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        seen.append(set(part["kept"].tolist()))
-        return LossTerms(-log_probs)
+    def loss(inputs: LossInputs) -> LossTerms:
+        seen.append(set(inputs["kept"].tolist()))
+        return LossTerms(-inputs.log_probs)
 
     return whole.update(batch, loss), whole.log_probs(batch).log_probs, seen
 

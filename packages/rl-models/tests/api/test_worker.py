@@ -26,7 +26,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import LogProbs, PackedSequence, ParallelDims, linear_log_probs
 from parallel_layers.testing import RankPool
 from parallel_models import MicroBatch
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.backends import BACKENDS
 
 LENGTHS = (11, 1, 17, 6, 0, 9)
@@ -50,14 +50,16 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, response_lengths=[7, 0, 12, 5, 0, 3], **fields)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+def policy_loss(inputs: LossInputs) -> losses.LossTerms:
     # The old log-probs are random: a wide clip keeps a gradient on most tokens.
-    surrogate = losses.ppo_clip(log_probs, batch["old_log_probs"] - 4, batch["advantages"], clip_low=0.9, clip_high=50)
-    return surrogate + losses.entropy_bonus(entropy, 0.1)
+    surrogate = losses.ppo_clip(
+        inputs.log_probs, inputs["old_log_probs"] - 4, inputs["advantages"], clip_low=0.9, clip_high=50
+    )
+    return surrogate + losses.entropy_bonus(inputs.entropy, 0.1)
 
 
-def value_loss(values: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.value_clip(values, batch["old_values"], batch["returns"])
+def value_loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.value_clip(inputs.values, inputs["old_values"], inputs["returns"])
 
 
 def my_part(group: ProcessGroup, dims: ParallelDims) -> list[int]:
@@ -265,7 +267,7 @@ def reward_learn_and_save(
             optimizer=OptimizerOptions(learning_rate=0.01),
         )
         before = critic.rewards(part)
-        critic.update(part, lambda values, _: losses.LossTerms((values - 3).square()))
+        critic.update(part, lambda inputs: losses.LossTerms((inputs.values - 3).square()))
         critic.save_pretrained(out)
         return indices, before, critic.rewards(part)
 
@@ -359,13 +361,11 @@ def raise_alike(group: ProcessGroup, path: Path, what: str) -> str:
         elif what == "mask":
             actor.update(Batch.from_sequences([[1], [2]]), policy_loss)
         elif what == "loss":
-            actor.update(
-                Batch.from_sequences([[1, 2]]), lambda log_probs, entropy, batch: losses.LossTerms(log_probs.mean())
-            )
+            actor.update(Batch.from_sequences([[1, 2]]), lambda inputs: losses.LossTerms(inputs.log_probs.mean()))
         elif what == "nan":
             actor.update(
                 Batch.from_sequences([[1, 2]]),
-                lambda log_probs, entropy, batch: losses.LossTerms(log_probs * float("nan")),
+                lambda inputs: losses.LossTerms(inputs.log_probs * float("nan")),
             )
     except (ValueError, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}"
@@ -488,12 +488,12 @@ def test_callers_mistakes_say_what_to_give(model: Path) -> None:
 def test_an_update_without_an_optimizer_says_its_learning_rate_once(model: Path) -> None:
     actor, batch = Actor.from_pretrained(model, device="cpu"), Batch.from_sequences([[1, 2, 3]])
     with pytest.warns(UserWarning, match=r"no optimizer was given: updates take AdamW with learning_rate=1e-06; pass"):
-        actor.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+        actor.update(batch, lambda inputs: losses.LossTerms(-inputs.log_probs))
     chosen = Actor.from_pretrained(model, device="cpu", optimizer=OptimizerOptions())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for each in (actor, chosen):
-            each.update(batch, lambda log_probs, *_: losses.LossTerms(-log_probs))
+            each.update(batch, lambda inputs: losses.LossTerms(-inputs.log_probs))
 
 
 @pytest.mark.parametrize("backend", ["parallel", "transformers"])

@@ -25,7 +25,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import PipelineOptions, RouterLosses
 from parallel_models.training import why_no_zero_bubble
-from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.api.worker import Worker
 from rl_models.losses import LossTerms
 
@@ -114,12 +114,14 @@ def load(kind: type[Worker], path: Path, grid: Case, device: str, mesh: DeviceMe
     )
 
 
-def actor_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["a"] + entropy * part["b"], {"entropy": entropy.detach()})
+def actor_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(
+        inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"], {"entropy": inputs.entropy.detach()}
+    )
 
 
-def critic_loss(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms((values - part["a"]).square())
+def critic_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["a"]).square())
 
 
 class _Recorder:

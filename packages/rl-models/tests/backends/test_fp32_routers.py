@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeF
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -36,8 +36,8 @@ def ernie(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 def learn(group: ProcessGroup, path: Path, out: Path, backend: str, dims: ParallelDims) -> Tensor:

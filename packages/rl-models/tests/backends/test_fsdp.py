@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from meshes import mesh_of
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch
+from rl_models import Actor, Batch, LossInputs
 from rl_models.losses import LossTerms
 
 
@@ -35,8 +34,8 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs)
 
 
 def collectives(group: ProcessGroup, path: Path) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from parallel_layers.linear import LinearLayer, Product, float8
 from parallel_layers.memory import ActivationOffload, savings
 from parallel_layers.module import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, MegatronOptions, PipelineOptions
+from rl_models import Actor, Batch, LossInputs, MegatronOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
 
@@ -35,8 +35,8 @@ class Found(NamedTuple):
     calls: dict[str, int]
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["weight"] + entropy)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["weight"] + inputs.entropy)
 
 
 def make_batch() -> Batch:

@@ -22,7 +22,7 @@ from hf_patches.testing import tiny_config
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_models.losses import LossTerms, label_cross_entropy
 
@@ -38,8 +38,8 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, target=[torch.randn(length, LABELS, generator=generator) for length in LENGTHS])
 
 
-def loss(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms((values - part["target"]).square().sum(-1))
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["target"]).square().sum(-1))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def expected(classifier: tuple[Path, Any]) -> tuple[Tensor, Any]:
     """The values `[T, 3]` of transformers, and the model after a step of torch's AdamW."""
     batch, model = make_batch(), copy.deepcopy(classifier[1])
     values = values_of(model, batch)
-    loss(values, batch).loss[batch.mask].mean().backward()
+    loss(LossInputs(batch, {"values": values})).loss[batch.mask].mean().backward()
     torch.optim.AdamW(model.parameters(), STEP["learning_rate"], (0.9, 0.95), STEP["eps"], weight_decay=0.0).step()
     return values.detach(), model
 
@@ -171,7 +171,7 @@ def test_a_process_reward_model_learns_labels_at_given_tokens(classifier: tuple[
         [False, True, False, False],
     ]
     critic = Critic.from_pretrained(classifier[0], device="cpu")
-    metrics = critic.forward_backward(batch, lambda values, part: label_cross_entropy(values, part["labels"]))
+    metrics = critic.forward_backward(batch, lambda inputs: label_cross_entropy(inputs.values, inputs["labels"]))
     logits = torch.cat([classifier[1](input_ids=torch.tensor([row])).logits[0] for row in ids]).detach()
     targets = torch.tensor([label for row in labels for label in row])
     assert metrics["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, targets)), rel=1e-5)

@@ -21,7 +21,7 @@ from ckpt.transfer import all_gather_json
 from parallel_layers import ParallelDims
 from parallel_layers.distributed import form_group
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.api.whole_batches import WholeBatches
 from rl_models.calls.tensor_digests import CHUNK, digests
 from rl_models.losses import LossTerms
@@ -32,8 +32,8 @@ def model(tiny: Callable[..., Path]) -> Path:
     return tiny("mixture")
 
 
-def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def push_up(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 LONG, LONGER = Batch.from_sequences([[1, 2, 3]]), Batch.from_sequences([[1, 2, 3, 4]])
@@ -179,7 +179,7 @@ def learn_from_other_numbers(group: ProcessGroup, path: Path, dims: ParallelDims
         path, dims=dims, mesh=mesh_of(dims), device="cpu", optimizer=OptimizerOptions(learning_rate=0.1, eps=1.0)
     )
     batch = LONG.with_fields(advantages=torch.tensor([0.0, 1.0, 2.0]) * (1 + group.rank()))
-    actor.update(batch, lambda log_probs, entropy, part: LossTerms(-log_probs * part["advantages"]))
+    actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs * inputs["advantages"]))
     assert batch["advantages"][1] == 1 + group.rank(), "the caller's batch stays the caller's"
     return actor.log_probs(LONG).log_probs
 

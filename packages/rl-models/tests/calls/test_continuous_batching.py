@@ -88,7 +88,7 @@ def test_calls_between_two_draws_end_what_is_kept(tiny: Callable[..., Path], bac
     batch = Batch.from_sequences(PROMPTS[:1])
     calls: list[Callable[[], Any]] = [
         lambda: actor.log_probs(batch), lambda: critic.values(batch),
-        lambda: actor.update(batch, lambda log_probs, *_: LossTerms(-log_probs)),
+        lambda: actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs)),
         lambda: list(actor.stream_weights()), lambda: actor.generate([[1]], max_new_tokens=1),
     ]  # fmt: skip
     for call in calls:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from parallel_layers import ParallelDims
 from parallel_layers.head import SamplingMask
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, LoraOptions, OptimizerOptions
+from rl_models import Actor, Batch, LoraOptions, LossInputs, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_models.batch import OtherPrompts
 from rl_models.calls import Divergence
@@ -36,8 +36,8 @@ def models(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[P
     return student, tiny("llama", tie_word_embeddings=request.param, hidden_size=48, intermediate_size=32)
 
 
-def learn(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(part["divergence"] + 0.1 * entropy)
+def learn(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs["divergence"] + 0.1 * inputs.entropy)
 
 
 def dense(path: Path, row: list[int], temperature: float) -> Tensor:
@@ -138,7 +138,7 @@ def test_a_policy_learns_from_its_base_that_reads_another_prompt(models: tuple[P
     optimizer, lora = OptimizerOptions(learning_rate=RATE), LoraOptions(rank=2, targets=".*_proj|lm_head")
     actor = Actor.from_pretrained(models[0], device="cpu", optimizer=optimizer, lora=lora)
     batch = Batch.from_sequences(ROWS, response_lengths=[2, 3, 4, 1])
-    actor.update(batch, lambda log_probs, entropy, part: -log_probs)  # else the adapters change nothing
+    actor.update(batch, lambda inputs: -inputs.log_probs)  # else the adapters change nothing
     actor.save_pretrained(tmp_path / "learned")
     prompts = [[11, 12, 13], [14], [15, 16, 17, 18, 19], [20, 21]]
     other = OtherPrompts.of(batch, prompts)
@@ -146,9 +146,9 @@ def test_a_policy_learns_from_its_base_that_reads_another_prompt(models: tuple[P
     states = other.aligned(actor.states(other.batch, adapters=False))
     seen = list[Tensor]()
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> Tensor:
-        seen.append(part["divergence"].detach())
-        return part["divergence"]
+    def loss(inputs: LossInputs) -> Tensor:
+        seen.append(inputs["divergence"].detach())
+        return inputs["divergence"]
 
     actor.forward_backward(
         batch.with_fields(teacher_states=states), loss, temperature=TEMPERATURE, divergence=Divergence("reverse_kl")
@@ -168,9 +168,9 @@ def test_with_a_sampling_mask_the_divergence_is_over_the_vocabulary(models: tupl
     alone = SamplingMask.from_rows([[int(token)] for token in batch.tokens])
     seen = list[tuple[Tensor, Tensor]]()
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> Tensor:
-        seen.append((log_probs.detach(), part["divergence"].detach()))
-        return part["divergence"]
+    def loss(inputs: LossInputs) -> Tensor:
+        seen.append((inputs.log_probs.detach(), inputs["divergence"].detach()))
+        return inputs["divergence"]
 
     for drawn in (batch, replace(batch, sampling_mask=alone)):
         actor.forward_backward(drawn, loss, divergence=Divergence("forward_kl"))

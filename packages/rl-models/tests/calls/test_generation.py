@@ -318,7 +318,10 @@ def test_sequences_beyond_the_models_positions_are_warned_of_once(tiny: Callable
         warnings.simplefilter("error")
         found = actor.log_probs(longer).log_probs
     torch.testing.assert_close(longer["log_probs"], torch.where(longer.mask, found, 0), rtol=0, atol=1e-5)
-    for call in (lambda: load().log_probs(longer), lambda: load().update(longer, lambda x, *_: LossTerms(-x))):
+    for call in (
+        lambda: load().log_probs(longer),
+        lambda: load().update(longer, lambda inputs: LossTerms(-inputs.log_probs)),
+    ):
         with pytest.warns(UserWarning, match=beyond):
             call()
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 ROWS = [[1, 4, 5, 6], [1, 7, 8, 9], [2, 3, 4, 5]]
@@ -35,20 +35,20 @@ def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims, **op
     return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, **given)
 
 
-def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def push_up(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 def failing(number: int, error: BaseException) -> Callable[[Tensor, Tensor, Batch], LossTerms]:
     """A loss with large gradients, until its micro-batch of this number."""
     calls = 0
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    def loss(inputs: LossInputs) -> LossTerms:
         nonlocal calls
         calls += 1
         if calls == number:
             raise error
-        return LossTerms(-100 * log_probs)
+        return LossTerms(-100 * inputs.log_probs)
 
     return loss
 
@@ -105,10 +105,10 @@ def interrupt_the_backward(group: ProcessGroup, path: Path) -> list[float]:
     def interrupt(gradient: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        if int(part.tokens[0]) == 2:
-            log_probs.register_hook(interrupt)
-        return LossTerms(-100 * log_probs)
+    def loss(inputs: LossInputs) -> LossTerms:
+        if int(inputs.batch.tokens[0]) == 2:
+            inputs.log_probs.register_hook(interrupt)
+        return LossTerms(-100 * inputs.log_probs)
 
     with pytest.raises(KeyboardInterrupt):
         actor.update(batch, loss)
@@ -127,11 +127,11 @@ def fail_on_one_rank(group: ProcessGroup, path: Path, backend: str) -> tuple[lis
     last = group.rank() == 1
     batch, wrong = Batch.from_sequences(ROWS), Batch.from_sequences([[1, 61 if last else 2]])
 
-    def other_metrics(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        return LossTerms(-log_probs, {"mine" if last else "yours": 1.0})
+    def other_metrics(inputs: LossInputs) -> LossTerms:
+        return LossTerms(-inputs.log_probs, {"mine" if last else "yours": 1.0})
 
-    def bare(log_probs: Tensor, entropy: Tensor, part: Batch) -> Any:
-        return (-log_probs,) if last else LossTerms(-log_probs)
+    def bare(inputs: LossInputs) -> Any:
+        return (-inputs.log_probs,) if last else LossTerms(-inputs.log_probs)
 
     said = []
     for call in (
@@ -167,18 +167,18 @@ def test_what_fails_on_one_data_parallel_rank_is_raised_on_all(ranks: RankPool, 
 @pytest.mark.parametrize("value", [2.0, torch.tensor(2.0), torch.full((4,), 2.0)])
 def test_a_metric_is_one_number_or_one_per_token(model: Path, value: Any) -> None:
     actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
-    found = actor.update(Batch.from_sequences(ROWS), lambda log_probs, *_: LossTerms(-log_probs, {"two": value}))
+    found = actor.update(Batch.from_sequences(ROWS), lambda inputs: LossTerms(-inputs.log_probs, {"two": value}))
     assert found["two"] == pytest.approx(2)
 
 
 def test_a_bare_tensor_is_a_loss_and_sums_over_tokens_leave_metrics_means(model: Path) -> None:
     batch = Batch.from_sequences(ROWS, response_lengths=[1, 2, 2])
     actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
-    bare = actor.forward_backward(batch, lambda log_probs, *_: -log_probs)
-    mean = actor.forward_backward(batch, lambda log_probs, *_: LossTerms(-log_probs, {"two": 2.0}))
+    bare = actor.forward_backward(batch, lambda inputs: -inputs.log_probs)
+    mean = actor.forward_backward(batch, lambda inputs: LossTerms(-inputs.log_probs, {"two": 2.0}))
     assert bare == {"loss": mean["loss"]}
     total = actor.forward_backward(
-        batch, lambda log_probs, *_: LossTerms(-log_probs, {"two": 2.0}), aggregation="sequence-sum"
+        batch, lambda inputs: LossTerms(-inputs.log_probs, {"two": 2.0}), aggregation="sequence-sum"
     )
     assert total == pytest.approx({"loss": mean["loss"] * 5 / 3, "two": 2.0})
 
@@ -186,17 +186,17 @@ def test_a_bare_tensor_is_a_loss_and_sums_over_tokens_leave_metrics_means(model:
 def test_mistakes_of_a_loss_say_what_to_return(model: Path) -> None:
     actor = Actor.from_pretrained(model, device="cpu", max_tokens_per_micro_batch=4)
 
-    def sometimes(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        return LossTerms(-log_probs, {"odd": 1.0} if int(part.tokens[0]) == 2 else {})
+    def sometimes(inputs: LossInputs) -> LossTerms:
+        return LossTerms(-inputs.log_probs, {"odd": 1.0} if int(inputs.batch.tokens[0]) == 2 else {})
 
     for loss, message in (
-        (lambda log_probs, entropy, part: (-log_probs, {}), r"a tensor or rl_models.*LossTerms\(.*\), got tuple"),
+        (lambda inputs: (-inputs.log_probs, {}), r"a tensor or rl_models.*LossTerms\(.*\), got tuple"),
         (
-            lambda log_probs, entropy, part: LossTerms(-log_probs, {"odd": torch.ones(4, 1)}),
+            lambda inputs: LossTerms(-inputs.log_probs, {"odd": torch.ones(4, 1)}),
             r"the metric 'odd' must be one number, or one per token, \[4\], got torch.Size\(\[4, 1\]\)",
         ),
         (
-            lambda log_probs, entropy, part: LossTerms(-log_probs, {"loss": 1.0, "grad_norm": 1.0}),
+            lambda inputs: LossTerms(-inputs.log_probs, {"loss": 1.0, "grad_norm": 1.0}),
             r"the loss reports \['grad_norm', 'loss'\], which update returns itself; rename",
         ),
         (sometimes, r"reports \['loss', 'odd'\] of one micro-batch and \['loss'\] of another|\['loss'\] of one"),
@@ -212,11 +212,15 @@ def without_a_gradient(group: ProcessGroup, path: Path, backend: str) -> tuple[d
     batch = Batch.from_sequences(ROWS, response_lengths=[0 if last else 2] * 3)
     actor, other = (load(group, path, backend, dims) for _ in range(2))
 
-    def constant(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        return LossTerms(-log_probs) if bool(part.mask.any()) else LossTerms(torch.zeros(part.num_tokens))
+    def constant(inputs: LossInputs) -> LossTerms:
+        return (
+            LossTerms(-inputs.log_probs)
+            if bool(inputs.batch.mask.any())
+            else LossTerms(torch.zeros(inputs.batch.num_tokens))
+        )
 
     found = actor.update(batch, constant), other.update(batch, push_up)
-    detached = (lambda log_probs, entropy, part: LossTerms(-log_probs.detach())) if last else push_up
+    detached = (lambda inputs: LossTerms(-inputs.log_probs.detach())) if last else push_up
     with pytest.raises(ValueError, match="the loss of 3 tokens in the mask is a constant, without a gradient") as error:
         actor.update(Batch.from_sequences(ROWS), detached)
     return *found, str(error.value)
@@ -235,9 +239,9 @@ def update_unevenly(group: ProcessGroup, path: Path, backend: str) -> tuple[dict
     batch = Batch.from_sequences(ROWS, response_lengths=[2, 0, 2]).select([[0, 1, 2], [0]][group.rank()])
     seen = []
 
-    def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        seen.append(int(part.mask.sum()))
-        return LossTerms(-log_probs, {"largest": log_probs[part.mask].max().detach()})
+    def loss(inputs: LossInputs) -> LossTerms:
+        seen.append(int(inputs.batch.mask.sum()))
+        return LossTerms(-inputs.log_probs, {"largest": inputs.log_probs[inputs.batch.mask].max().detach()})
 
     return actor.update(batch, loss), seen
 
@@ -248,3 +252,14 @@ def test_a_loss_sees_no_part_without_tokens_to_learn_from(ranks: RankPool, model
     assert first == second
     assert first["largest"] < 0
     assert (seen, other) == ([2, 2], [2])
+
+
+def test_a_loss_reads_outputs_and_fields_by_name() -> None:
+    batch = Batch.from_sequences([[1, 2]]).with_fields(advantages=torch.ones(2))
+    inputs = LossInputs(batch, {"values": torch.tensor([0.0, 3.0])})
+    assert inputs["advantages"] is batch["advantages"]
+    assert inputs.values.tolist() == [0, 3]
+    with pytest.raises(ValueError, match="the model has no log_probs, only values; an ActorCritic has all outputs"):
+        _ = inputs.log_probs
+    with pytest.raises(ValueError, match="the batch has no field 'returns'"):
+        _ = inputs["returns"]

@@ -17,7 +17,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.head import SamplingMask
 from parallel_layers.module import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, RouterLosses
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, RouterLosses
 from rl_models.calls.prefixes import Prompts
 from rl_models.losses import LossTerms
 
@@ -49,9 +49,8 @@ def make_batch(**fields: bool) -> Batch:
     return batch
 
 
-def loss(*arguments: Any) -> LossTerms:
-    *outputs, part = arguments
-    return LossTerms(sum(output * part["weight"] for output in outputs))
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(sum(output * inputs["weight"] for output in inputs.outputs.values()))
 
 
 def _local(tensor: Tensor, *, copy: bool = True) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, OptimizerOptions, losses
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions, losses
 
 LENGTHS = (7, 1, 12, 0, 5)
 PLACES = [
@@ -53,8 +53,8 @@ def make_batch(routing: Tensor | None = None) -> Batch:
     return batch if routing is None else batch.with_fields(routing=routing)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-    return losses.LossTerms(batch["advantages"] * log_probs, {})
+def loss(inputs: LossInputs) -> losses.LossTerms:
+    return losses.LossTerms(inputs["advantages"] * inputs.log_probs, {})
 
 
 def replay(

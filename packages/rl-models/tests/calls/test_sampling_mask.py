@@ -19,7 +19,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.head import SamplingMask
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, LossInputs, OptimizerOptions
 from rl_models.api.whole_batches import WholeBatches
 from rl_models.losses import LossTerms
 
@@ -28,8 +28,8 @@ SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_k": 7, "top_p": 0.9, "n": 2
 TEMPERATURE = SAMPLING["temperature"]
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms((batch.tokens % 3) * log_probs + 0.1 * entropy)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.batch.tokens % 3) * inputs.log_probs + 0.1 * inputs.entropy)
 
 
 def draw(group: ProcessGroup, path: Path, dims: ParallelDims, backend: str) -> tuple[Batch, dict[str, Any]]:

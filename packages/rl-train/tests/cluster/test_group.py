@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.calls import dispatched, per_sequence
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.cluster import future
@@ -44,8 +44,10 @@ def make_batch() -> Batch:
 def policy_loss() -> Callable[..., losses.LossTerms]:
     """Nested, since the nodes can not import this file."""
 
-    def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-        return losses.ppo_clip(log_probs, batch["old_log_probs"] - 4, batch["advantages"], clip_low=0.9, clip_high=50)
+    def loss(inputs: LossInputs) -> losses.LossTerms:
+        return losses.ppo_clip(
+            inputs.log_probs, inputs["old_log_probs"] - 4, inputs["advantages"], clip_low=0.9, clip_high=50
+        )
 
     return loss
 
@@ -77,8 +79,8 @@ def test_results_are_those_of_one_process(pair: Pair, checkpoint: Path) -> None:
     one = Actor.from_pretrained(checkpoint, optimizer=OPTIMIZER)
     judge = Critic.from_pretrained(checkpoint, optimizer=OPTIMIZER)
 
-    def value_loss(values: Tensor, part: Batch) -> losses.LossTerms:
-        return losses.value_clip(values, part["old_values"], part["returns"])
+    def value_loss(inputs: LossInputs) -> losses.LossTerms:
+        return losses.value_clip(inputs.values, inputs["old_values"], inputs["returns"])
 
     for _ in range(2):  # before and after a step
         for found, expected in zip(actor.log_probs(batch), one.log_probs(batch), strict=True):
@@ -233,7 +235,9 @@ def test_an_engine_on_ray_that_ends_and_one_that_refuses(
 def test_a_mistake_keeps_its_type_and_text(pair: Pair) -> None:
     actor, critic = pair
     with pytest.raises(ValueError, match="the batch has no field 'nothing'") as mistake:
-        critic.update(make_batch(), lambda values, part: losses.value_clip(values, part["nothing"], part["returns"]))
+        critic.update(
+            make_batch(), lambda inputs: losses.value_clip(inputs.values, inputs["nothing"], inputs["returns"])
+        )
     notes = "\n".join(mistake.value.__notes__)
     assert "on rank 0 (node " in notes
     assert "on rank 1 (node " in notes
@@ -241,7 +245,7 @@ def test_a_mistake_keeps_its_type_and_text(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"Surprised has no method 'values' .*; it has surprise, .*log_probs"):
         actor.submit("values", make_batch())
     with pytest.raises(ValueError, match="the loss must be one number per token"):
-        actor.update(make_batch(), lambda log_probs, entropy, part: losses.LossTerms(log_probs.sum()))
+        actor.update(make_batch(), lambda inputs: losses.LossTerms(inputs.log_probs.sum()))
     # The groups go on.
     assert critic.values(make_batch()).shape == actor.log_probs(make_batch()).entropy.shape
 
@@ -270,10 +274,10 @@ def test_a_result_that_cannot_travel_is_a_mistake_and_no_dead_rank(pair: Pair) -
 
 
 def killing_loss() -> Callable[..., losses.LossTerms]:
-    def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
+    def loss(inputs: LossInputs) -> losses.LossTerms:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return losses.ppo_clip(log_probs, log_probs.detach(), batch["advantages"])
+        return losses.ppo_clip(inputs.log_probs, inputs.log_probs.detach(), inputs["advantages"])
 
     return loss
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.api import Worker
 from rl_models.losses import LossTerms
 from rl_train import Placement, RayModelGroup, Resources
@@ -32,16 +31,18 @@ def make_batch() -> Batch:
 
 def policy_loss() -> Callable[..., LossTerms]:
     """Nested, as the next one, since the nodes can not import this file."""
-    return lambda log_probs, entropy, part: LossTerms(log_probs * part["a"] + entropy * part["b"])
+    return lambda inputs: LossTerms(inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"])
 
 
 def value_loss() -> Callable[..., LossTerms]:
-    return lambda values, part: LossTerms((values - part["c"]).square())
+    return lambda inputs: LossTerms((inputs.values - inputs["c"]).square())
 
 
 def joint_loss() -> Callable[..., LossTerms]:
-    def loss(log_probs: Tensor, entropy: Tensor, values: Tensor, part: Batch) -> LossTerms:
-        return LossTerms(log_probs * part["a"] + entropy * part["b"] + (values - part["c"]).square())
+    def loss(inputs: LossInputs) -> LossTerms:
+        return LossTerms(
+            inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"] + (inputs.values - inputs["c"]).square()
+        )
 
     return loss
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel_layers import ParallelDims
-from rl_models import Actor, Batch, losses
+from rl_models import Actor, Batch, LossInputs, losses
 from rl_train import RankDied, RayModelGroup, Resources
 from rl_train.cluster.launch import RankFailed
 from rl_train.processes.times import DEATH_SECONDS
@@ -37,8 +36,10 @@ def make_batch(seed: int) -> Batch:
 def policy_loss() -> Callable[..., losses.LossTerms]:
     """Nested, since the nodes can not import this file."""
 
-    def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> losses.LossTerms:
-        return losses.ppo_clip(log_probs, batch["old_log_probs"], batch["advantages"], clip_low=0.9, clip_high=50)
+    def loss(inputs: LossInputs) -> losses.LossTerms:
+        return losses.ppo_clip(
+            inputs.log_probs, inputs["old_log_probs"], inputs["advantages"], clip_low=0.9, clip_high=50
+        )
 
     return loss
 

@@ -35,7 +35,7 @@ GREEDY = SamplingOptions(max_new_tokens=5, temperature=0.0)
 def changed(model: Path) -> Actor:
     """Return an actor after an update that changes what it draws."""
     actor = Actor.from_pretrained(model, device="cpu", optimizer=OptimizerOptions(learning_rate=0.05))
-    actor.update(Batch.from_sequences([[1, 5, 5, 5, 5]]), lambda log_probs, *_: LossTerms(-log_probs))
+    actor.update(Batch.from_sequences([[1, 5, 5, 5, 5]]), lambda inputs: LossTerms(-inputs.log_probs))
     return actor
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_models import Actor, Batch, Critic, OptimizerOptions, losses
+from rl_models import Actor, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_train.loop.model_swapper import ModelSwapper
 
@@ -26,11 +26,11 @@ def learn(actor: ModelCalls, critic: ModelCalls, reference: ModelCalls) -> list[
     fields["advantages"] = reference.log_probs(batch).log_probs - fields["old_values"]
     batch = batch.with_fields(**fields)
 
-    def policy_loss(log_probs: torch.Tensor, entropy: torch.Tensor, part: Batch) -> losses.LossTerms:
-        return losses.ppo_clip(log_probs, part["old_log_probs"], part["advantages"])
+    def policy_loss(inputs: LossInputs) -> losses.LossTerms:
+        return losses.ppo_clip(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
-    def value_loss(values: torch.Tensor, part: Batch) -> losses.LossTerms:
-        return losses.value_clip(values, part["old_values"], part["old_values"] + 1)
+    def value_loss(inputs: LossInputs) -> losses.LossTerms:
+        return losses.value_clip(inputs.values, inputs["old_values"], inputs["old_values"] + 1)
 
     return [
         number

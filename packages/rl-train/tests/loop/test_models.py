@@ -40,7 +40,7 @@ def adapted(model: Path) -> WholeBatches:
     """The model with adapters that have learned something."""
     optimizer = OptimizerOptions(learning_rate=0.1)
     actor = WholeBatches(Actor.from_pretrained(model, device="cpu", optimizer=optimizer, lora=LoraOptions(rank=2)))
-    actor.update(Batch.from_sequences(ROWS), lambda log_probs, entropy, part: -log_probs)
+    actor.update(Batch.from_sequences(ROWS), lambda inputs: -inputs.log_probs)
     return actor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_models import Batch, losses
+from rl_models import Batch, LossInputs, losses
 from rl_train.loop.objective import ADVANTAGES, advantages, loss_of, policy_loss, value_loss
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.derived import check
@@ -30,6 +30,10 @@ def make_batch() -> Batch:
 
 def options(algorithm: str, **more: Any) -> TrainOptions:
     return TrainOptions(model=Path("m"), prompts=Path("p"), reward="r:f", algorithm=algorithm, **more)
+
+
+def loss_inputs(batch: Batch, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
+    return LossInputs(batch, {"log_probs": log_probs, "entropy": entropy})
 
 
 def estimate(algorithm: str, **more: Any) -> tuple[Batch, dict[str, torch.Tensor]]:
@@ -89,7 +93,8 @@ def test_the_strength_of_dro() -> None:
     batch = make_batch().with_fields(advantages=torch.linspace(-1, 1, 16))
     log_probs = batch["old_log_probs"] + 0.3
     terms = policy_loss(
-        options("grpo", **{"objective.loss": "dro", "objective.dro_beta": 0.25}), log_probs, torch.rand(16), batch
+        options("grpo", **{"objective.loss": "dro", "objective.dro_beta": 0.25}),
+        loss_inputs(batch, log_probs, torch.rand(16)),
     )
     expected = losses.dro(log_probs, batch["old_log_probs"], batch["advantages"], beta=0.25).loss
     torch.testing.assert_close(terms.loss, expected)
@@ -101,7 +106,7 @@ def test_what_the_rows_say_of_the_loss() -> None:
     entropy = torch.rand(16)
     for name, row in ALGORITHMS.items():
         of = options(name, kl_coefficient=0.5, **{"objective.entropy_coefficient": 0.1})
-        terms = policy_loss(of, log_probs, entropy, batch)
+        terms = policy_loss(of, loss_inputs(batch, log_probs, entropy))
         surrogate = losses.ppo_clip(
             log_probs, batch["old_log_probs"], batch["advantages"], clip_low=row.clip_low, clip_high=row.clip_high
         )
@@ -130,7 +135,7 @@ def test_what_the_options_add_to_the_loss() -> None:
     of = options(
         "dapo", **{"objective.dual_clip": 3.0}, importance_cap=1.5, **{"objective.aggregation": "sequence-mean"}, **kl
     )
-    found = policy_loss(of, log_probs, torch.zeros(16), batch).loss
+    found = policy_loss(of, loss_inputs(batch, log_probs, torch.zeros(16))).loss
     ratio, advantages = math.exp(1.5), batch["advantages"]
     # Above the interval: 1.28 A for a good token, at most 3 |A| lost for a bad one.
     surrogate = torch.where(advantages > 0, -1.28 * advantages, -min(ratio, 3.0) * advantages)
@@ -139,7 +144,9 @@ def test_what_the_options_add_to_the_loss() -> None:
     assert of.objective.aggregation == "sequence-mean"
     values = batch.with_fields(returns=old + 10)
     for clip, moved in ((0.2, 0.2), (0.0, 1.0)):
-        found = value_loss(options("ppo", **{"critic.value_clip": clip}), batch["old_values"] - 1, values).loss
+        found = value_loss(
+            options("ppo", **{"critic.value_clip": clip}), LossInputs(values, {"values": batch["old_values"] - 1})
+        ).loss
         error = batch["old_values"] - values["returns"]
         expected = 0.5 * torch.maximum((error - 1).square(), (error - moved).square())
         torch.testing.assert_close(found, expected)
@@ -173,17 +180,17 @@ def test_rejected_responses_are_no_part_of_what_whitens_the_others(algorithm: st
 LOSSES_OF_A_USER = """
 from rl_models.losses import LossTerms, ppo_clip
 
-def reinforce(log_probs, entropy, batch, options):
-    return LossTerms(-log_probs * batch["advantages"])
+def reinforce(inputs, options):
+    return LossTerms(-inputs.log_probs * inputs["advantages"])
 
-def bare(log_probs, entropy, batch, options):
-    return -log_probs
+def bare(inputs, options):
+    return -inputs.log_probs
 
-def pair(log_probs, entropy, batch, options):
-    return -log_probs, {}
+def pair(inputs, options):
+    return -inputs.log_probs, {}
 
-def short(log_probs, batch):
-    return LossTerms(log_probs)
+def short(inputs):
+    return LossTerms(inputs.log_probs)
 """
 
 
@@ -196,15 +203,15 @@ def test_a_loss_by_name_of_its_module(tmp_path: Path, monkeypatch: pytest.Monkey
     of = options("grpo", loss="losses_of_a_user:reinforce", importance_cap=2.0, kl_coefficient=0.5)
     expected = -1.5 * log_probs * batch["advantages"]
     expected = expected + 0.5 * losses.kl_penalty(log_probs, batch["reference_log_probs"], "k3")
-    torch.testing.assert_close(policy_loss(of, log_probs, torch.zeros(16), batch).loss, expected)
-    bare = policy_loss(options("grpo", loss="losses_of_a_user:bare"), log_probs, torch.zeros(16), batch)
+    torch.testing.assert_close(policy_loss(of, loss_inputs(batch, log_probs, torch.zeros(16))).loss, expected)
+    bare = policy_loss(options("grpo", loss="losses_of_a_user:bare"), loss_inputs(batch, log_probs, torch.zeros(16)))
     torch.testing.assert_close(bare.loss, -log_probs)
     with pytest.raises(ValueError, match="loss=losses_of_a_user:pair returned tuple; return one term per token"):
-        policy_loss(options("grpo", loss="losses_of_a_user:pair"), log_probs, torch.zeros(16), batch)
+        policy_loss(options("grpo", loss="losses_of_a_user:pair"), loss_inputs(batch, log_probs, torch.zeros(16)))
     for name, message in (
         (
             "losses_of_a_user:short",
-            r"it takes \(log_probs, batch\); a function for loss takes \(log_probs, entropy, batch, options\)",
+            r"it takes \(inputs\); a function for loss takes \(inputs, options\)",
         ),
         ("losses_of_a_user:absent", "loss=losses_of_a_user:absent: losses_of_a_user has no function absent"),
         ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError"),

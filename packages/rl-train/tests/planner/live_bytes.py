@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallel_layers import ModelConfig
 from parallel_layers.head import SamplingMask
-from rl_models import Batch, losses
+from rl_models import Batch, LossInputs, losses
 from rl_train.planner.memory import MemoryOptions
 
 
@@ -49,9 +49,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def maximise(*arguments: Any) -> losses.LossTerms:
+def maximise(inputs: LossInputs) -> losses.LossTerms:
     """Log-probabilities, values, or both: every other of a worker's outputs."""
-    return losses.LossTerms(-sum(arguments[:-1:2]))
+    return losses.LossTerms(-sum(list(inputs.outputs.values())[::2]))
 
 
 def random_batch(tokens: int, length: int = 128) -> Batch:

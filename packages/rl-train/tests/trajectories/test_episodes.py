@@ -10,7 +10,7 @@ import pytest
 import torch
 from chat_families import CHATML, save_tokenizer
 
-from rl_models import Batch
+from rl_models import Batch, LossInputs
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, Response
@@ -136,5 +136,5 @@ def test_the_loss_has_the_weights_of_episodes(batch: Batch) -> None:
     ones = torch.ones(batch.num_tokens)
     fields = dict.fromkeys(("old_log_probs", "advantages"), ones)
     batch = with_episode_weights(batch.with_fields(**fields), "sequence-mean")
-    terms = policy_loss(options(), ones, ones, batch)
+    terms = policy_loss(options(), LossInputs(batch, {"log_probs": ones, "entropy": ones}))
     torch.testing.assert_close(terms.loss, -batch[EPISODE_WEIGHTS])

@@ -31,7 +31,7 @@ class TokenLogProbs(NamedTuple):
 class Actor(Worker):
     """A causal language model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it.
 
-    The loss of `update` takes `(log_probs [T], entropy [T], batch)`.
+    The loss of `update` reads `log_probs` and `entropy` of its `LossInputs`.
     """
 
     role: ClassVar[Role] = "causal_lm"

@@ -24,7 +24,7 @@ class ActorCritic(Actor, Critic):
 
     `predict` returns the outputs of both heads from one pass, and `update` computes both. `values` and `rewards` run no
     GEMM of the vocabulary on backend="parallel".
-    The loss of `update` takes `(log_probs [T], entropy [T], values [T], batch)` and returns one sum, such as
+    The loss of `update` reads `log_probs`, `entropy` and `values` of its `LossInputs` and returns one sum, such as
     `policy + 0.5 * value`.
     """
 

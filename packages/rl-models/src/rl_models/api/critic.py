@@ -16,7 +16,7 @@ from rl_models.calls.passes import predict
 class Critic(Worker):
     """A value model on a grid of ranks. Make one with `from_pretrained`; every rank of the grid calls it.
 
-    The loss of `update` takes `(values [T], batch)`.
+    The loss of `update` reads `values` of its `LossInputs`.
     """
 
     role: ClassVar[Role] = "value"

@@ -292,8 +292,8 @@ class Worker(TrainedModel):
         Args:
             batch: This data-parallel rank's part, with the fields that the loss reads. Ranks that differ in tp, cp or
                 pp alone compute with the floating-point fields of the first of these ranks.
-            loss: A pure function of the outputs of the role (`rl_models.backends.OUTPUTS`) and the batch. It is called
-                for each micro-batch with tokens in its mask; outside the mask its inputs are 0 and carry no gradient.
+            loss: A pure function of `rl_models.LossInputs` that returns a term for each token: `LossTerms`, or a bare
+                tensor `[T]`. It is called for each micro-batch with tokens in its mask.
             temperature: As for `predict`.
             aggregation: How the terms are averaged (`rl_models.losses.aggregation.token_weights`).
             divergence: Give the loss the field `divergence` `[T]` of the micro-batch, with its gradient: each token's

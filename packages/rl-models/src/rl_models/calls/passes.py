@@ -15,7 +15,7 @@ from parallel_layers.head import Distillation, SamplingMask, TeacherHead, check_
 from parallel_layers.moe import RouterReplay
 from parallel_layers.rotary import require_length
 from parallel_models import Engine, Grid, MicroBatch, Outputs
-from parallel_models.engine import require_number
+from parallel_models.engine import OUTPUTS, require_number
 from rl_models.batch.batch import Batch, require_batch
 from rl_models.calls.agreement import CallArguments, RankReport, agree_on_call
 from rl_models.calls.distillation import Divergence, require_teacher, teachers
@@ -24,16 +24,17 @@ from rl_models.calls.routing import ROUTING, recorded, replays, require_routing
 from rl_models.calls.sampling_mask import masks_of_next_tokens, require_sampling_mask
 from rl_models.calls.tensor_digests import described_sequences
 from rl_models.losses.aggregation import token_weights, total_weight
+from rl_models.losses.inputs import LossInputs
 from rl_models.losses.terms import LossTerms
 
 # The names of the numbers that `Worker.update` adds to the metrics of a loss.
 _RETURNED = ("loss", "grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 
-# (*outputs of the engine, each [T] and aligned with its token, micro-batch) -> terms [T], without metrics a tensor
-LossFunction = Callable[..., LossTerms | Tensor]
+# The terms `[T]` of a micro-batch, without metrics a tensor.
+LossFunction = Callable[[LossInputs], LossTerms | Tensor]
 
 
-class LossInputs(NamedTuple):
+class MaskedSequences(NamedTuple):
     """The sequences of a micro-batch with their fields, and the number of tokens in their mask."""
 
     batch: Batch
@@ -213,7 +214,7 @@ class _Pass:
         for pack, route, mask, group, distillation in zip(packs, routes, masks, groups, distillations, strict=True):
             sequences = batch.select(group)
             prompts = () if self.prompts is None else self.prompts.of_micro_batch(group)
-            inputs = LossInputs(sequences, sum(self.counts[i] for i in group))
+            inputs = MaskedSequences(sequences, sum(self.counts[i] for i in group))
             micro_batch = MicroBatch(pack, self.temperature, route, mask, sequences.visual, prompts, inputs=inputs)
             micro_batch = replace(micro_batch, distillation=distillation, returns_states=self.states, top_n=self.top_n)
             micro_batch = replace(micro_batch, values_only=self.values_only and engine.separates_values)
@@ -292,8 +293,10 @@ class _LossSum:
             role -= 1
             divergence = torch.where(batch.mask, _shift_to_own_token(outputs[role], batch), 0)
             batch = batch.with_fields(divergence=divergence)
-        arguments = tuple(torch.where(batch.mask, _shift_to_own_token(output, batch), 0) for output in outputs[:role])
-        terms = _require_terms(self.loss(*_by_head(arguments, self._num_labels), batch), batch)
+        masked = tuple(torch.where(batch.mask, _shift_to_own_token(output, batch), 0) for output in outputs[:role])
+        by_head = _by_head(masked, self._num_labels)
+        names = next(names for names in OUTPUTS.values() if len(names) == len(by_head))
+        terms = _require_terms(self.loss(LossInputs(batch, dict(zip(names, by_head, strict=True)))), batch)
         if self._further and terms.loss.requires_grad:
             terms += self._mtp_terms(outputs[len(outputs) - self._further :], batch)
         reported = _reported(terms, batch)

@@ -19,7 +19,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models import PipelineOptions
-from rl_models import Actor, Batch, Critic, MegatronOptions, OptimizerOptions
+from rl_models import Actor, Batch, Critic, LossInputs, MegatronOptions, OptimizerOptions
 from rl_models.api.worker import Worker
 from rl_models.losses import LossTerms
 
@@ -41,12 +41,12 @@ def batch_of(worker: Worker | None = None) -> Batch:
     return batch.select(list(range(worker.grid.rank("dp"), 4, worker.grid.dims.dp)))
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
-def value_loss(values: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms((values - 1).square())
+def value_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - 1).square())
 
 
 def base_on(group: ProcessGroup, path: Path, dims: ParallelDims, dtype: torch.dtype) -> None:

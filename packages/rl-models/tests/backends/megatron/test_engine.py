@@ -21,7 +21,7 @@ from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.moe import RouterReplay
 from parallel_layers.testing import RankPool
 from parallel_models import Grid, MicroBatch, PipelineOptions
-from rl_models import Actor, Batch
+from rl_models import Actor, Batch, LossInputs
 from rl_models.backends import BackendOptions
 from rl_models.losses import LossTerms
 
@@ -52,8 +52,8 @@ def actor_on(path: Path, dims: ParallelDims, **options: Any) -> Actor:
     return Actor.from_pretrained(path, backend="megatron", dims=dims, mesh=mesh, device="cpu", **options)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 def two_grids_on(group: ProcessGroup, path: Path) -> None:
@@ -121,7 +121,7 @@ def test_gradients_add_up_over_calls(ranks: RankPool, model: Path) -> None:
 
 
 def failing_loss_on(group: ProcessGroup, path: Path) -> None:
-    def wrong(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+    def wrong(inputs: LossInputs) -> LossTerms:
         raise ValueError("nothing to learn")
 
     with cpu_stand_in():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from meshes import mesh_of
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,7 @@ from megatron_utils.testing import cpu_stand_in
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_layers.training import Schedule
-from rl_models import Actor, Batch, MegatronOptions, OptimizerOptions, PipelineOptions
+from rl_models import Actor, Batch, LossInputs, MegatronOptions, OptimizerOptions, PipelineOptions
 from rl_models.losses import LossTerms
 
 
@@ -42,9 +41,9 @@ def actor_on(path: Path, dims: ParallelDims, backend: str = "megatron", **option
     return Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh, device="cpu", **options)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
+def loss(inputs: LossInputs) -> LossTerms:
     # So small that the first loss scale of fp16 does not make its gradients overflow.
-    return LossTerms(-log_probs / 64)
+    return LossTerms(-inputs.log_probs / 64)
 
 
 def train(actor: Actor, first: int, last: int) -> list[float]:
@@ -192,8 +191,8 @@ def overflow_on(group: ProcessGroup, path: Path, root: Path, dims: ParallelDims)
         "optimizer": OptimizerOptions(learning_rate=1e-2, schedule=Schedule("linear", total_steps=100)),
     }
 
-    def overflows(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-        return LossTerms(log_probs * math.inf)
+    def overflows(inputs: LossInputs) -> LossTerms:
+        return LossTerms(inputs.log_probs * math.inf)
 
     with cpu_stand_in():
         actor = actor_on(path, dims, **options)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from meshes import mesh_of
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ckpt
@@ -18,7 +17,7 @@ from parallel_layers.linear import LowRank
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models.engine import describe
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 LORA = LoraOptions(rank=2, alpha=4, seed=1)
@@ -30,8 +29,8 @@ def batch_of(rank: int = 0, size: int = 1) -> Batch:
     return Batch.from_sequences(sequences, response_lengths=[3, 4, 2, 4]).select(list(range(rank, 4, size)))
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
 def learned(actor: Actor, steps: int = 1) -> Actor:
@@ -102,9 +101,8 @@ def test_a_value_head_is_trained_and_saved_with_the_adapters(
     folder = tiny("critic") if kind is Critic else tiny("llama")
     model = kind.from_pretrained(folder, lora=LORA, optimizer=OPTIMIZER)
 
-    def loss(*given: Any) -> LossTerms:
-        *_, values, _ = given
-        return LossTerms((values - 1).square())
+    def loss(inputs: LossInputs) -> LossTerms:
+        return LossTerms((inputs.values - 1).square())
 
     batch = batch_of()
     before = model.values(batch)

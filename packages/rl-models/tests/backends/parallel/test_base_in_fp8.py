@@ -17,7 +17,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.module import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 LORA = LoraOptions(rank=2, alpha=4, seed=1)
@@ -40,8 +40,8 @@ def batch_of(actor: Actor) -> Batch:
     return Batch.from_sequences(sequences, response_lengths=[3, 4, 2, 4]).select(own)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms(-log_probs * torch.sin(1.0 + batch.tokens))
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs * torch.sin(1.0 + inputs.batch.tokens))
 
 
 def results(actor: Actor) -> tuple[list[Tensor], dict[str, Tensor]]:

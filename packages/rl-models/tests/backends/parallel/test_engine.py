@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 LENGTHS = (11, 1, 17, 6, 2, 9)
@@ -90,8 +90,8 @@ def test_more_grids_score_the_same_bits(ranks: RankPool, folders: dict[str, Path
     check(ranks, folders, MORE_GRIDS)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["weight"] - 0.1 * entropy)
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["weight"] - 0.1 * inputs.entropy)
 
 
 def train(

@@ -20,8 +20,8 @@ from rl_models.losses import LossTerms
 
 VOCAB = 61
 LOSSES: dict[type, Any] = {
-    Actor: lambda log_probs, entropy, part: LossTerms(-log_probs + 0.01 * entropy),
-    Critic: lambda values, part: LossTerms((values - 1).square()),
+    Actor: lambda inputs: LossTerms(-inputs.log_probs + 0.01 * inputs.entropy),
+    Critic: lambda inputs: LossTerms((inputs.values - 1).square()),
 }
 
 

@@ -39,7 +39,7 @@ def update(worker: Actor, seed: int) -> dict[str, float]:
     dp, rank = worker.grid.dims.dp, worker.grid.rank("dp")
     own = slice(rank * len(rows) // dp, (rank + 1) * len(rows) // dp)
     batch = Batch.from_sequences(rows[own], target=target[own])
-    return worker.update(batch, lambda log_probs, _, part: losses.LossTerms(-part["target"] * log_probs))
+    return worker.update(batch, lambda inputs: losses.LossTerms(-inputs["target"] * inputs.log_probs))
 
 
 def make(path: Path, dims: ParallelDims, optimizer: OptimizerOptions, **options: Any) -> Actor:

@@ -113,7 +113,7 @@ def update(actor: Actor, seed: int) -> list[float]:
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(61, (length,), generator=generator) for length in (9, 5, 12, 7)]
     own = rows[actor.grid.rank("dp") :: actor.grid.dims.dp]
-    found = actor.update(Batch.from_sequences(own), lambda log_probs, *_: losses.LossTerms(-log_probs))
+    found = actor.update(Batch.from_sequences(own), lambda inputs: losses.LossTerms(-inputs.log_probs))
     return [found["loss"], found["grad_norm"]]
 
 

@@ -20,7 +20,7 @@ from parallel_layers.data import pad_to
 from parallel_layers.testing import RankPool
 from parallel_models import MicroBatch, PipelineOptions
 from parallel_models.training import why_no_zero_bubble
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 VOCAB = 61
@@ -49,8 +49,8 @@ def make_batch(dims: ParallelDims, dp_rank: int) -> Batch:
     return Batch.from_sequences(rows[dp_rank :: dims.dp])
 
 
-def push_up(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(-log_probs + 0.01 * entropy)
+def push_up(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs + 0.01 * inputs.entropy)
 
 
 def train(
@@ -190,7 +190,7 @@ def everything_in_fp64(group: ProcessGroup, path: Path, dims: ParallelDims) -> l
     model = load(group, path, dims, ActorCritic, dtype=torch.float64, optimizer=OptimizerOptions(0.1))
     batch = make_batch(dims, 0)
     scores = list(model.log_probs(batch))
-    metrics = model.update(batch, lambda log_probs, entropy, values, part: LossTerms(log_probs + values))
+    metrics = model.update(batch, lambda inputs: LossTerms(inputs.log_probs + inputs.values))
     return [*scores, torch.tensor(metrics["grad_norm"]), model.values(batch)]
 
 
@@ -234,7 +234,7 @@ def fail_in_the_loss(group: ProcessGroup, path: Path) -> float:
     actor = load(group, path, ParallelDims(pp=2))
     batch = make_batch(ParallelDims(), 0)
     with pytest.raises(ValueError, match="the loss must be one number per token"):
-        actor.update(batch, lambda log_probs, entropy, part: LossTerms(log_probs.sum()))
+        actor.update(batch, lambda inputs: LossTerms(inputs.log_probs.sum()))
     return actor.update(batch, push_up)["loss"]
 
 
@@ -243,8 +243,8 @@ def test_an_error_of_the_loss_reaches_every_stage(ranks: RankPool, models: dict[
     assert first == last
 
 
-def push_down(values: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(values.square())
+def push_down(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.values.square())
 
 
 def update_strictly(group: ProcessGroup, path: Path) -> None:
@@ -309,7 +309,7 @@ def critic_steps(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[di
     """Loss and gradient norm of three steps of a critic whose head is new."""
     critic = load(group, path, dims, Critic, optimizer=OptimizerOptions(learning_rate=1e-2))
     batch = make_batch(dims, critic.grid.rank("dp"))
-    steps = [critic.update(batch, lambda values, part: LossTerms((values - 1).square())) for _ in range(3)]
+    steps = [critic.update(batch, lambda inputs: LossTerms((inputs.values - 1).square())) for _ in range(3)]
     return [{name: metrics[name] for name in ("loss", "grad_norm")} for metrics in steps]
 
 

@@ -18,7 +18,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.module import is_dtensor
 from parallel_layers.testing import RankPool
-from rl_models import Actor, ActorCritic, Batch, Critic, OptimizerOptions
+from rl_models import Actor, ActorCritic, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.api.worker import Worker
 from rl_models.losses import LossTerms
 
@@ -38,12 +38,12 @@ def batch_of(worker: Worker) -> Batch:
     return Batch.from_sequences(sequences, response_lengths=[3, 4, 2, 4]).select(own)
 
 
-def policy_loss(log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms(-log_probs)
+def policy_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(-inputs.log_probs)
 
 
-def value_loss(values: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms((values - 1).square())
+def value_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - 1).square())
 
 
 def learned(worker: Worker, loss: Any) -> dict[str, Tensor]:

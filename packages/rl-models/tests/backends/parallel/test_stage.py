@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from meshes import mesh_of
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -19,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import RouterLosses
-from rl_models import Actor, Batch, OptimizerOptions
+from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 EXPERTS, TOP_K = 4, 2
@@ -37,8 +36,8 @@ def make_batch() -> Batch:
     return Batch.from_sequences([torch.randint(53, (length,), generator=generator) for length in LENGTHS])
 
 
-def no_loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(0 * log_probs)
+def no_loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(0 * inputs.log_probs)
 
 
 def by_transformers(path: Path) -> float:

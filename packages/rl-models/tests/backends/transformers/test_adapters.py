@@ -24,7 +24,7 @@ def test_dense_mlps_and_shared_experts_of_a_mixture_are_adapted(tiny: Callable[.
     for backend in ("parallel", "transformers"):
         actor = Actor.from_pretrained(folder, backend=backend, device="cpu", lora=LoraOptions(rank=2))
         batch = Batch.from_sequences([[1, 2, 3, 4], [5, 6, 7]])
-        found.append([actor.update(batch, lambda log_probs, *_: LossTerms(-log_probs)) for _ in range(2)])
+        found.append([actor.update(batch, lambda inputs: LossTerms(-inputs.log_probs)) for _ in range(2)])
         names = {name for name, _ in actor.stream_weights(adapter=True)}
         assert any("layers.0.mlp.gate_proj" in name for name in names)
         assert any("layers.1.mlp.shared_experts.up_proj" in name for name in names)
@@ -50,7 +50,7 @@ def test_updates_alone_have_dropout(tiny: Callable[..., Path], backend: str, kin
     lora = LoraOptions(rank=4, dropout=0.5)
     learned = kind.from_pretrained(tiny("llama"), lora=lora, **options)
     for _ in range(3):
-        learned.update(batch, lambda *outputs: LossTerms((outputs[0] + outputs[-2] - 1).square()))
+        learned.update(batch, lambda inputs: LossTerms((sum(inputs.outputs.values()) - 1).square()))
     learned.save_training(tmp_path / "training")
     learned.save_adapter(tmp_path / "adapter")
     resumed = kind.from_pretrained(tiny("llama"), lora=lora, **options)
@@ -62,5 +62,8 @@ def test_updates_alone_have_dropout(tiny: Callable[..., Path], backend: str, kin
             assert torch.equal(outputs, expected[name]), name
     base = learned.predict(batch, adapters=False)
     assert all(not torch.allclose(outputs, base[name], atol=1e-3) for name, outputs in expected.items())
-    losses = [worker.update(batch, lambda *outputs: LossTerms(outputs[0])) for worker in (learned, resumed)]
+    losses = [
+        worker.update(batch, lambda inputs: LossTerms(next(iter(inputs.outputs.values()))))
+        for worker in (learned, resumed)
+    ]
     assert losses[0] == losses[1]

@@ -45,7 +45,7 @@ def test_an_actor_acts_and_learns(family: str, tmp_path: Path) -> None:
     drawn = actor.generate(sequences, max_new_tokens=6, temperature=0.8, seed=1)
     again = actor.log_probs(drawn, temperature=0.8).log_probs
     torch.testing.assert_close(drawn["log_probs"], torch.where(drawn.mask, again, 0), rtol=0, atol=1e-5)
-    actor.update(drawn, lambda log_probs, *_: LossTerms(-log_probs))
+    actor.update(drawn, lambda inputs: LossTerms(-inputs.log_probs))
     actor.save_pretrained(tmp_path / "out")
     before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("in", "out"))
     assert before.keys() == after.keys() == dict(actor.stream_weights()).keys()

@@ -20,7 +20,7 @@ from hf_patches import FAMILIES
 from hf_patches.testing import random_sequences, tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
-from rl_models import Batch, Critic, OptimizerOptions
+from rl_models import Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 TEXT = sorted(name for name, vision in FAMILIES.items() if vision is None)
@@ -55,8 +55,8 @@ def make_batch() -> Batch:
     return Batch.from_sequences(sequences, target=targets)
 
 
-def loss(values: Tensor, batch: Batch) -> LossTerms:
-    return LossTerms((values - batch["target"]).square())
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms((inputs.values - inputs["target"]).square())
 
 
 class Reference(nn.Module):
@@ -97,7 +97,7 @@ def test_values_and_every_gradient_are_those_of_the_decoder_with_a_linear_head(
     reference, critic = Reference(folder), load(folder)
     values = reference.values(batch)
     torch.testing.assert_close(critic.values(batch), values.detach(), rtol=0, atol=1e-5)
-    loss(values, batch).loss[batch.mask].mean().backward()
+    loss(LossInputs(batch, {"values": values})).loss[batch.mask].mean().backward()
     critic.forward_backward(batch, loss)
     gradients = {name: parameter.grad for name, parameter in critic.engine.module.named_parameters()}
     assert gradients.keys() == {name for name, _ in reference.named_parameters()}

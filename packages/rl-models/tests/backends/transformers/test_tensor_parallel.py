@@ -21,7 +21,7 @@ from hf_patches.testing import tiny_model
 from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
-from rl_models import Actor, Batch, Critic, OptimizerOptions
+from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
 pytestmark = pytest.mark.skipif(
@@ -58,8 +58,8 @@ def make_batch() -> Batch:
     return Batch.from_sequences(rows, **weights)
 
 
-def loss(log_probs: Tensor, entropy: Tensor, part: Batch) -> LossTerms:
-    return LossTerms(log_probs * part["a"] + entropy * part["b"])
+def loss(inputs: LossInputs) -> LossTerms:
+    return LossTerms(inputs.log_probs * inputs["a"] + inputs.entropy * inputs["b"])
 
 
 def load(path: Path, dims: ParallelDims, device: str = "cpu", **options: Any) -> Actor:
@@ -235,7 +235,7 @@ def train_a_critic(group: ProcessGroup | None, path: Path, dims: ParallelDims) -
         path, backend="transformers", dims=dims, mesh=mesh_of(dims), device="cpu", optimizer=OPTIMIZER
     )
     batch = make_batch()
-    norm = critic.update(batch, lambda values, part: LossTerms((values - part["a"]).square()))["grad_norm"]
+    norm = critic.update(batch, lambda inputs: LossTerms((inputs.values - inputs["a"]).square()))["grad_norm"]
     return critic.values(batch), norm
 
 
@@ -283,7 +283,7 @@ def norm_of_copies(group: ProcessGroup, path: Path, copies: int) -> float:
     actor = load(path, ParallelDims(tp=2), **options)
     actor.max_tokens_per_micro_batch = 2
     batch = Batch.from_sequences([torch.tensor([3, 5])] * copies)
-    return actor.update(batch, lambda log_probs, *_: LossTerms(log_probs))["grad_norm"]
+    return actor.update(batch, lambda inputs: LossTerms(inputs.log_probs))["grad_norm"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rl_models import Batch, losses
+from rl_models import Batch, LossInputs, losses
 from rl_models.losses import LossTerms
 from rl_train.options.functions import imported
 from rl_train.options.options import TrainOptions
@@ -123,44 +123,44 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
     return estimates
 
 
-# (log-probs [T], entropies [T], batch, options) -> terms [T], without metrics a tensor
-Loss = Callable[[Tensor, Tensor, Batch, TrainOptions], LossTerms | Tensor]
+# The terms `[T]` of a micro-batch, without metrics a tensor.
+Loss = Callable[[LossInputs, TrainOptions], LossTerms | Tensor]
 
 
-def _ppo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+def _ppo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
     return losses.ppo_clip(
-        log_probs,
-        batch["old_log_probs"],
-        batch["advantages"],
+        inputs.log_probs,
+        inputs["old_log_probs"],
+        inputs["advantages"],
         clip_low=options.objective.clip_low,
         clip_high=options.objective.clip_high,
         dual_clip=options.objective.dual_clip,
     )
 
 
-def _gspo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+def _gspo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
     return losses.gspo_clip(
-        log_probs,
-        batch["old_log_probs"],
-        batch["advantages"],
-        batch.mask,
-        batch.lengths,
+        inputs.log_probs,
+        inputs["old_log_probs"],
+        inputs["advantages"],
+        inputs.batch.mask,
+        inputs.batch.lengths,
         clip_low=options.objective.clip_low,
         clip_high=options.objective.clip_high,
     )
 
 
-def _cispo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
+def _cispo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
     low, high = options.objective.clip_low, options.objective.clip_high
-    return losses.cispo(log_probs, batch["old_log_probs"], batch["advantages"], clip_low=low, clip_high=high)
+    return losses.cispo(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"], clip_low=low, clip_high=high)
 
 
-def _sapo(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
-    return losses.sapo(log_probs, batch["old_log_probs"], batch["advantages"])
+def _sapo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
+    return losses.sapo(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
 
 
-def _dro(log_probs: Tensor, entropy: Tensor, batch: Batch, options: TrainOptions) -> LossTerms:
-    return losses.dro(log_probs, batch["old_log_probs"], batch["advantages"], beta=options.objective.dro_beta)
+def _dro(inputs: LossInputs, options: TrainOptions) -> LossTerms:
+    return losses.dro(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"], beta=options.objective.dro_beta)
 
 
 LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "dro": _dro}
@@ -168,18 +168,18 @@ LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "sapo": 
 
 def loss_of(name: str) -> Loss:
     """Return a loss of `LOSSES`, or import `module:function`."""
-    takes = "(log_probs, entropy, batch, options) and returns one term per token, LossTerms or a tensor"
+    takes = "(inputs, options) and returns one term per token, LossTerms or a tensor"
     loss: Loss = LOSSES.get(name) or imported("loss", name, tuple(LOSSES), takes)
     return loss
 
 
-def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch: Batch) -> LossTerms:
+def policy_loss(options: TrainOptions, inputs: LossInputs) -> LossTerms:
     """Add up the loss of the policy (`--loss`), the KL penalty and the entropy bonus."""
     objective = options.objective
     if objective.divergence is None:
-        terms = loss_of(objective.loss)(log_probs, entropy, batch, options)
+        terms = loss_of(objective.loss)(inputs, options)
     else:
-        terms = LossTerms(batch["divergence"], {"kl": batch["divergence"].detach()})
+        terms = LossTerms(inputs["divergence"], {"kl": inputs["divergence"].detach()})
     if isinstance(terms, Tensor):
         terms = LossTerms(terms)
     if not isinstance(terms, LossTerms):
@@ -188,26 +188,28 @@ def policy_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, batch
             "rl_models.losses.LossTerms(tensor)"
         )
     if objective.importance.cap is not None:
-        terms = terms.weighted(batch["importance_weights"])
-    terms += losses.entropy_bonus(entropy, objective.entropy_coefficient)
+        terms = terms.weighted(inputs["importance_weights"])
+    terms += losses.entropy_bonus(inputs.entropy, objective.entropy_coefficient)
     if objective.kl_coefficient and options.rule.kl == "loss":
-        penalty = losses.kl_penalty(log_probs, batch["reference_log_probs"], objective.kl_estimator)
+        penalty = losses.kl_penalty(inputs.log_probs, inputs["reference_log_probs"], objective.kl_estimator)
         terms += LossTerms(objective.kl_coefficient * penalty)
-    if EPISODE_WEIGHTS in batch.fields:
-        terms = LossTerms(terms.loss * batch[EPISODE_WEIGHTS], terms.metrics)
+    if EPISODE_WEIGHTS in inputs.batch.fields:
+        terms = LossTerms(terms.loss * inputs[EPISODE_WEIGHTS], terms.metrics)
     # Dr. GRPO divides sums over tokens by a constant.
     return terms if objective.aggregation != "sequence-sum" else terms * (1 / options.sampling.max_new_tokens)
 
 
-def value_loss(options: TrainOptions, values: Tensor, batch: Batch) -> LossTerms:
+def value_loss(options: TrainOptions, inputs: LossInputs) -> LossTerms:
     """Return the critic's clipped loss."""
-    return losses.value_clip(values, batch["old_values"], batch["returns"], clip=options.critic.value_clip or None)
+    return losses.value_clip(
+        inputs.values, inputs["old_values"], inputs["returns"], clip=options.critic.value_clip or None
+    )
 
 
-def joint_loss(options: TrainOptions, log_probs: Tensor, entropy: Tensor, values: Tensor, batch: Batch) -> LossTerms:
+def joint_loss(options: TrainOptions, inputs: LossInputs) -> LossTerms:
     """Add up the losses of policy and critic on one backbone (Schulman et al. 2017, arXiv:1707.06347, equation 9)."""
-    critic_terms = value_loss(options, values, batch)
+    critic_terms = value_loss(options, inputs)
     metrics = {f"critic_{name}": metric for name, metric in critic_terms.metrics.items()}
     metrics["critic_loss"] = critic_terms.loss.detach()
     weighted = options.critic.value_coefficient * LossTerms(critic_terms.loss, metrics)
-    return policy_loss(options, log_probs, entropy, batch) + weighted
+    return policy_loss(options, inputs) + weighted
