@@ -87,15 +87,17 @@ def ranked_statistics(
         ids.append(numbers_of_groups * GROUP_ENTRIES + columns % GROUP_ENTRIES + entries.start)
     merge_kernel[(cdiv(num_tokens, 32),)](tiles, statistics, len(tiles), num_tokens, BT=32, BN=64)
     launch_label_logits(hidden, weight, labels_T, transform, statistics[3])
-    return statistics, larger.sum(dim=0), _largest(torch.cat(logits, dim=1), torch.cat(ids, dim=1), top_n)
+    return statistics, larger.sum(dim=0), _largest(logits, ids, top_n)
 
 
-def _largest(log2_logits: Tensor, ids: Tensor, top_n: int) -> TopEntries:
-    """Return the largest of the slices' entries as natural logits, filled up to n."""
-    columns = top_k(log2_logits, min(top_n, log2_logits.shape[1]))
-    logits = log2_logits.gather(1, columns) * math.log(2.0)
+def _largest(slices: list[Tensor], ids_of_slices: list[Tensor], top_n: int) -> TopEntries:
+    """Return the largest of the slices' entries, each sorted, as natural logits, filled up to n."""
+    log2_logits, ids = torch.cat(slices, dim=1), torch.cat(ids_of_slices, dim=1)
+    if len(slices) > 1:
+        columns = top_k(log2_logits, min(top_n, log2_logits.shape[1]))
+        log2_logits, ids = log2_logits.gather(1, columns), ids.gather(1, columns)
+    logits, has_entry = log2_logits * math.log(2.0), log2_logits > 0.5 * OUTSIDE.value
     top = TopEntries.empty(len(ids), top_n, logits)
-    found = logits > 0.5 * OUTSIDE.value
-    top.logits[:, : columns.shape[1]] = logits.masked_fill(~found, -math.inf)
-    top.ids[:, : columns.shape[1]] = ids.gather(1, columns).masked_fill(~found, -1)
+    top.logits[:, : ids.shape[1]] = logits.masked_fill(~has_entry, -math.inf)
+    top.ids[:, : ids.shape[1]] = ids.masked_fill(~has_entry, -1)
     return top
