@@ -121,6 +121,19 @@ def compare(engine: ParallelEngine, drafts: int, **options: Any) -> Responses:
     return drawn
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm", "deepseek"])
+def test_drafts_change_no_bit_of_an_invariant_model(folder: Callable[..., Path], name: str) -> None:
+    options = EngineOptions(tp_invariant=True, dtype=torch.bfloat16)
+    engine = load_engine(str(folder(name)), "causal_lm", Grid.build(ParallelDims(), device="cpu"), options)
+    drawn, expected = (draw(engine, drafts=count, max_new_tokens=12, stop_ids=[4]) for count in (2, 0))
+    assert drawn.lengths == expected.lengths
+    assert sum(drawn.steps) < sum(expected.steps)
+    for n, length in enumerate(expected.lengths):
+        assert torch.equal(drawn.tokens[n, :length], expected.tokens[n, :length])
+        assert torch.equal(drawn.log_probs[n, :length], expected.log_probs[n, :length])
+
+
 CASES = [
     pytest.param("glm", 1, {"temperature": 0}, marks=pytest.mark.slow),
     pytest.param("glm", 2, {"stop_ids": [4, 5], "max_sequences": 3}, marks=pytest.mark.slow),
