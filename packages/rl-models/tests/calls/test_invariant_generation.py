@@ -63,6 +63,24 @@ def test_draws_have_the_bits_of_log_probs(tiny: Callable[..., Path], name: str, 
     assert torch.equal(few["log_probs"], batch["log_probs"])
 
 
+# Sizes that the kernels of a GPU take.
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.1}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHANGES)
+def test_draws_by_cuda_graphs_have_the_bits_of_log_probs(tiny: Callable[..., Path], name: str) -> None:
+    sizes = {"mixture": {"moe_intermediate_size": 128}, "deepseek": {"moe_intermediate_size": 128, **LATENT}}
+    path = tiny(name, **{**CHANGES[name], **WIDE, **sizes.get(name, {})})
+    actor = Actor.from_pretrained(path, dtype=torch.bfloat16, tp_invariant=True, device="cuda")
+    how = {**SAMPLING, "max_new_tokens": 70, "stop_ids": [], "top_p": 0.9, "keep_sampling_mask": True}
+    batch = actor.generate(PROMPTS, **how)
+    assert torch.equal(batch["log_probs"][batch.mask], trained(actor, batch))
+    few = actor.generate(PROMPTS, **how, max_sequences=3)
+    assert torch.equal(few["log_probs"], batch["log_probs"])
+
+
 def score_and_draw(
     group: ProcessGroup, path: Path, dims: ParallelDims, options: dict[str, Any], batch: Batch
 ) -> tuple[Tensor, Batch]:
