@@ -72,7 +72,7 @@ def main() -> None:
     print(machine())
     print(table(heads, rows))
     for name, run_curves in curves.items():
-        for what, curve in run_curves.items():
+        for what, curve in filter(lambda pair: pair[1], run_curves.items()):
             print(f"{what} of {name} by step:", ", ".join(f"{step}: {value:.3f}" for step, value in curve.items()))
     write_json(options.json, runs=[dict(zip(heads, row, strict=True)) for row in rows], curves=curves)
 
