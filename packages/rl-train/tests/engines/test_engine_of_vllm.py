@@ -74,7 +74,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_train.engines.vllm._ENVIRONMENT", {})
 
 
-def test_the_grid(model: Path) -> None:
+def test_the_grid(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"ep=2.*: .* CPU build does not divide experts; give ep=1"):
+        Vllm(model, dims=ParallelDims(tp=2, ep=2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     engine = Vllm(model, dims=ParallelDims(tp=2, pp=2, ep=2), max_num_seqs=9)
     names = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "max_num_seqs")
     assert [engine._llm.arguments[name] for name in names] == [2, 2, True, 9]

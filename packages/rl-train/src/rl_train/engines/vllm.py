@@ -107,6 +107,8 @@ class Vllm:
                 f"dims={dims} must have tp and pp alone, and ep=1 or ep=tp: vLLM divides experts over all ranks of tp; "
                 "give more devices to more engines"
             )
+        if dims.ep > 1 and not torch.cuda.is_available():
+            raise ValueError(f"dims={dims}: the kernel of vLLM's CPU build does not divide experts; give ep=1")
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use EnginePool, which starts it in a "
