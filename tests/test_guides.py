@@ -123,7 +123,7 @@ def test_the_environment_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
 METRICS = {
     "rl-train/src/rl_train/loop/loop.py": ("_step", "_collect", "_describe", "_staleness", "_estimate"),
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
-    "rl-train/src/rl_train/loop/conversations.py": ("describe",),
+    "rl-train/src/rl_train/trajectories/episodes.py": ("describe",),
     "rl-train/src/rl_train/loop/evaluation.py": ("evaluate",),
     "rl-models/src/rl_models/losses/policy.py": ("_clipped_surrogate", "entropy_bonus", "sapo"),
     "rl-models/src/rl_models/losses/terms.py": ("weighted",),
