@@ -149,7 +149,7 @@ def by_trl(options: argparse.Namespace) -> None:
         **setting.config,
     )
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         for folder, dtype in ((options.model, torch.float32), (options.teacher, torch.bfloat16))
     )
     GKDTrainer(

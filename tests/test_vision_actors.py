@@ -76,7 +76,7 @@ def after_a_step(model: PreTrainedModel, samples: list[Sample]) -> PreTrainedMod
     """The model after one step of torch's AdamW on the policy loss, its gradient from one sequence at a time."""
     model, batch = copy.deepcopy(model), batch_of(samples)
     scores = one_by_one(model, samples)
-    terms = policy_loss(LossInputs(batch, {name: own_tokens(x, batch) for name, x in scores._asdict().items()})).loss
+    terms = policy_loss(LossInputs(batch, {name: own_tokens(x, batch) for name, x in vars(scores).items()})).loss
     (terms[batch.mask].sum() / batch.mask.sum()).backward()
     rate, eps = STEP["learning_rate"], STEP["eps"]
     torch.optim.AdamW(model.parameters(), rate, OPTIMIZER.betas, eps, weight_decay=0.0).step()

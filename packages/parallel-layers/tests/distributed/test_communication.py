@@ -20,7 +20,13 @@ from parallel_layers import inference, invariant, linear_attention, moe
 from parallel_layers.attention import AttentionConfig, LatentConfig, ParallelLatentAttention, context_parallel
 from parallel_layers.data.micro_batches import split_micro_batches
 from parallel_layers.distributed import collectives
-from parallel_layers.head import TeacherHead, TeacherTopK, linear_distillation, vocab_parallel_log_probs
+from parallel_layers.head import (
+    TeacherHead,
+    TeacherTopK,
+    linear_distillation,
+    linear_token_statistics,
+    vocab_parallel_log_probs,
+)
 from parallel_layers.linear import available_overlaps, column_parallel_linear, row_parallel_linear
 from parallel_layers.linear.execution import Placement
 from parallel_layers.linear_attention import (
@@ -335,11 +341,15 @@ CASES: dict[str, dict[str, Case]] = {
         "sp": distilled(True),
         "mixtures": distilled(False, divergence="jensen_shannon", mixture=0.5),
     },
+    "linear_token_statistics": head(lambda *args, **options: list(linear_token_statistics(*args, top_n=3, **options))),
     "TeacherTopK": {"": listed(False), "sp": listed(True)},
     "vocab_parallel_log_probs": loss(vocab_parallel_log_probs, LABELS),
     "tp_invariant": {
         "row-parallel": row_parallel(False, invariant.tp_invariant),
         "row-parallel, sp": row_parallel(True, invariant.tp_invariant),
+        "routed experts": lambda group: invariant.tp_invariant(
+            moe.MoE(HIDDEN, EXPERTS, placement=pl.Placement(group, False))
+        )(tokens(group)),
     },
     "invariant.linear_log_probs": head(invariant.linear_log_probs),
     "split_sequence": {"": lambda group: context_parallel.split_sequence(tokens(group), group)},

@@ -128,7 +128,9 @@ def test_all_grids_and_backends_learn_alike(ranks: RankPool, tiny: Callable[...,
 def test_mistakes_are_refused(tiny: Callable[..., Path]) -> None:
     actor = Actor.from_pretrained(tiny("llama"), device="cpu")
     for options in ({}, {"top_k": 3, "temperature": 0.0}):
-        with pytest.raises(ValueError, match="keep_sampling_mask needs top_k, top_p or min_p, and a temperature"):
+        with pytest.raises(
+            ValueError, match="keep_sampling_mask needs top_k, top_p or min_p, log_probs, and a temperature"
+        ):
             actor.generate(PROMPTS, max_new_tokens=2, keep_sampling_mask=True, **options)
     for rows, message in (
         ([[], [5, 9], [7, 61]], r"lacks the labels of 0 rows, and has 1 ids outside 0\.\.60, such as row 2"),

@@ -86,8 +86,9 @@ class Server(ThreadingHTTPServer):
     @torch.no_grad()
     def read(self, prompt: list[int], prompt_logprobs: int, **_: Any) -> list[dict[int, Any] | None]:
         """Return the log-probs of a prompt's tokens and of the likeliest, by transformers."""
-        if self.reader is None:
-            self.reader = AutoModelForCausalLM.from_pretrained(self.model)
+        with self.lock:  # transformers changes its classes while it loads, and changes them back
+            if self.reader is None:
+                self.reader = AutoModelForCausalLM.from_pretrained(self.model)
         rows = self.reader(torch.tensor([prompt])).logits[0].log_softmax(-1)
         return [
             None,
