@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
+from traceback import clear_frames
 from typing import Any, cast
 
 from parallel_layers import ParallelDims
@@ -206,7 +207,8 @@ def load_into(engine: LocalEngine, receiver: WeightReceiver, message: WeightMess
     if message.shards:
         try:
             cast(ShardedEngine, engine).fill(partial(receiver.fill, message))
-        except BaseException:
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they keep operations, and these the group
             receiver.close()  # the other processes wait for this one
             raise
         return

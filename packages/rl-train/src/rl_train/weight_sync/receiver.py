@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from traceback import clear_frames
 from typing import Any
 from uuid import uuid4
 
@@ -33,7 +34,8 @@ class WeightReceiver:
         """Yield the tensors of a weight sync, as `unpack`; BucketMissed where a bucket did not arrive."""
         try:
             yield from unpack(self._buckets(message))
-        except BaseException:  # also where the engine takes no more tensors
+        except BaseException as error:  # also where the engine takes no more tensors
+            clear_frames(error.__traceback__)  # they keep operations, and these the group
             self.close()
             raise
 

@@ -112,9 +112,9 @@ class WeightSender:
         try:
             self._send(in_buckets(named_tensors, bucket_bytes, check=check), ready)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # they keep operations, and these the groups
             self.close()
             if isinstance(error, BucketMissed):
-                clear_frames(error.__traceback__)  # they keep the groups, and the engines would wait for bytes
                 wait_for_all(self._calls, error)
             raise
 

@@ -141,17 +141,13 @@ class Round(NamedTuple):
 def carry_rounds(peer: Peer, rounds: Iterable[Round], broken: Broken) -> None:
     """Exchange rounds; the next round is made while one travels. See `exchange_shards`."""
     under_way: list[tuple[Round, Any]] = []
-    try:
-        for each in chain(rounds, [None]):
-            if each is not None:
-                under_way.append((each, each.begin(peer, broken)))
-            if len(under_way) > (each is not None):
-                peer.wait(under_way[0][1], broken)
-                under_way[0][0].finish()
-                del under_way[0]
-    finally:
-        # The frames of an error keep operations, and these the group, for whose end the other peers would wait.
-        under_way.clear()
+    for each in chain(rounds, [None]):
+        if each is not None:
+            under_way.append((each, each.begin(peer, broken)))
+        if len(under_way) > (each is not None):
+            peer.wait(under_way[0][1], broken)
+            under_way[0][0].finish()
+            del under_way[0]
     if device_of(peer) == "cuda":
         torch.cuda.current_stream().synchronize()
 

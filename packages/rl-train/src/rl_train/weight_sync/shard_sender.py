@@ -90,11 +90,11 @@ class ShardSender:
         try:
             self._sync(actor, engines)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # they keep operations, and these the group
             self.close()
             if isinstance(error, NoShards) and self._changed_only:
                 raise ValueError(f"{error}; changed weights alone go from shard to shard: send all weights") from None
             if isinstance(error, BucketMissed) and self._calls:
-                clear_frames(error.__traceback__)  # they keep the group, and the engines would wait for bytes
                 wait_for_all(self._calls, error)
             raise
 
