@@ -24,8 +24,6 @@ SAMPLING_MASK = "sampling_mask"
 # A field of the batch, `[T, 5]`: the numbers `COLUMNS` of each turn at its last token, 0 elsewhere.
 TURNS = "turns"
 COLUMNS = ("turns", "environment_reward", "tool_errors", "truncated", "failed")
-# A field of the batch, `[T]`: the number of the sample within its episode, from 0.
-SAMPLE = "sample"
 # The value of a field at tokens that no call has drawn, and its dtype in JSON.
 _FILLERS = {VERSION: -1, ROUTING: -1}
 _DTYPES = {"log_probs": torch.float32, VERSION: torch.int64}
