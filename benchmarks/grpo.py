@@ -107,7 +107,7 @@ def of_rl_train(options: argparse.Namespace, seed: int, name: str) -> list[str]:
 
 
 class TrlRun:
-    """What the trainers of TRL share: prompts, settings, and a callback that writes `metrics.jsonl` as rl-train does.
+    """The prompts and settings of TRL's trainers, and a callback that writes `metrics.jsonl` as rl-train does.
 
     Args:
         options: The arguments of the benchmark.

@@ -1,4 +1,4 @@
-"""What `build_hybrid` reads in a config: letters of layers and sizes, and what it refuses."""
+"""`build_hybrid` reads letters of layers and sizes from a config, and refuses others by name."""
 
 from __future__ import annotations
 

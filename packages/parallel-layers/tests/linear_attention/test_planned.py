@@ -1,4 +1,4 @@
-"""What recurrent layers on the meta device save and return, in a plan for a GPU, where fla-core counts as installed."""
+"""The tensors that recurrent layers save and return on the meta device, in a plan for a GPU with fla-core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher adds to a batch, beside transformers: a model, the policy without adapters, or an engine."""
+"""The fields that a teacher adds to a batch, beside transformers: a model, the base policy, or an engine."""
 
 from __future__ import annotations
 

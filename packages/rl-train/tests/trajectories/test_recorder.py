@@ -279,7 +279,7 @@ def test_an_answer_to_which_the_client_adds_begins_anew(codecs: Codecs) -> None:
 
 
 def test_a_client_may_write_arguments_and_contents_in_other_forms(codecs: Codecs) -> None:
-    """What the template shows alone counts: white space in JSON, a content of None or "", further fields."""
+    """Chats are equal where the template shows the same: white space in JSON, content None or "", further fields."""
     client = Client(codecs(THINKING), [ADD])
     client.ask([ASK], CALL)
     other = json.loads(json.dumps(CALL))

@@ -1,4 +1,4 @@
-"""What changed in a box since it was sent last."""
+"""The values of a box that have changed since it was sent last."""
 
 import pytest
 import torch

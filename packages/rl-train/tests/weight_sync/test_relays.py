@@ -18,7 +18,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Held:
-    """What a copy's `held` says of its sender."""
+    """The place of a copy's values on its sender."""
 
     rank: int
     chunk: int

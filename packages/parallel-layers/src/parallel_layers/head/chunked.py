@@ -163,7 +163,7 @@ class LogitTile(NamedTuple):
     entries: slice
     logits: Tensor
     derivative: Tensor | float
-    """Of the logits by the raw dot products."""
+    """The derivative of the logits by the raw dot products."""
     hidden: Tensor
     weight: Tensor
 

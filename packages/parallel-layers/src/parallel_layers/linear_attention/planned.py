@@ -1,6 +1,6 @@
 """The tensors that fla-core 0.6.0 allocates, made on the meta device by a plan of memory; nothing is computed.
 
-What is saved, and what is alive at the end of a backward, are those of `chunk_gated_delta_rule`, `chunk_kda` and
+The saved tensors, and those alive at the end of a backward, are those of `chunk_gated_delta_rule`, `chunk_kda` and
 `causal_conv1d`, with chunks of `SIZE` tokens. See `kernels.runtime.planned_for`.
 
 Shape legend: T tokens, K key heads, V value heads, D key size, E value size, M chunks.

@@ -66,7 +66,7 @@ def serve(pipe: Pipe) -> None:
 
 
 class Host(Protocol):
-    """What a process of the user's code holds."""
+    """The object in a process of the user's code that answers calls."""
 
     async def answer(self, *arguments: Any) -> Any:
         """Return the answer to a call."""

@@ -96,7 +96,7 @@ class Sampled(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream brings."""
+    """The options of a stream: whether it ends with the usage, and whether it is padded."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -18,7 +18,7 @@ _PART_TOKENS = 32
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a client asks for, in ids.
+    """The request of a client, in ids.
 
     Attributes:
         prompt: The tokens of the prompt.

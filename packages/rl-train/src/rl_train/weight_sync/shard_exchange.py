@@ -116,7 +116,7 @@ def exchange_shards(
 
 
 class Round(NamedTuple):
-    """What a peer sends and receives in a round: the bytes, and the number of bytes for and from each peer.
+    """The bytes that a peer sends and receives in a round, and their number for and from each peer.
 
     `finish` is called when the bytes are there.
     """
@@ -176,7 +176,7 @@ def by_peer(peer: Peer, copies: Sequence[ShardCopy], sends: bool, plan: ShardPla
 
 
 class _Part(NamedTuple):
-    """What a peer sends or receives in one round: the first byte of each box, and the bytes for or from each peer."""
+    """The boxes that a peer sends or receives in one round, each with its first byte, and the bytes of each peer."""
 
     boxes: list[tuple[int, ShardCopy]]
     sizes: list[int]
