@@ -1,7 +1,8 @@
 """The pools of ranks and the tiny models that all tests of this package share."""
 
 import json
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from rl_train.quickstart.task import MODEL, make_checkpoint
 from rl_train.rewards.function import Scores
 from rl_train.rewards.worker import checked
 
+from . import forked
+
 EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 
 
@@ -22,6 +25,16 @@ EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
 def server_of_command_ranks() -> None:
     """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
     prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.load", *EVERYTHING)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_programs(server_of_command_ranks: None, pytestconfig: pytest.Config) -> Iterator[None]:
+    """Workers and engines are forked by the same server, except in a run with `--slow`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pytestconfig.getoption("--slow"):
+            program = SimpleNamespace(**vars(subprocess) | {"Popen": forked.start})
+            patch.setattr("rl_train.processes.child.subprocess", program)
+        yield
 
 
 @pytest.fixture(scope="session")

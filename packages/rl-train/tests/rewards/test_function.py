@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -342,6 +343,7 @@ def test_rewards_are_given_by_text_list_or_mapping() -> None:
         assert parse_rewards(resolve(TrainOptions, None, needed | {"reward": given}).reward) == expected
 
 
-def test_the_worker_of_a_reward_imports_no_torch(folder: Path, start: Any) -> None:
+def test_the_worker_of_a_reward_imports_no_torch(folder: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_train.processes.child.subprocess", subprocess)  # forked, it would have torch
     (folder / "light.py").write_text("import sys\ndef f(prompt, response, row):\n    return 'torch' in sys.modules\n")
     assert score(start("light:f"), {}).total == [0]
