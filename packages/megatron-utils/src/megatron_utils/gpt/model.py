@@ -31,11 +31,12 @@ class PackedGPTModel(PackedModel, GPTModel):
         role: Role,
         padded_vocab: int,
         value_bias: bool = False,
+        num_labels: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, spec, **self.core_arguments(model, role, padded_vocab), **kwargs)
         ropes = [model.ropes[layer.layer_number - 1] for layer in self.decoder.layers]
-        self.take_packed_batches(model, role, ropes, value_bias=value_bias)
+        self.take_packed_batches(model, role, ropes, value_bias=value_bias, num_labels=num_labels)
 
     def new_cache(self, num_sequences: int, max_length: int, num_blocks: int | None = None) -> PagedKVCache:
         """Return an empty cache for N sequences, of this chunk's layers and key-value heads on this rank.
@@ -67,22 +68,24 @@ def build_gpt(
     dtype: torch.dtype = torch.float32,
     layer_spec: LayerSpec = "local",
     value_bias: bool = False,
+    num_labels: int = 1,
     **options: Any,
 ) -> list[PackedGPTModel]:
     """Build this rank's chunks of a model from a Hugging Face config: one chunk, or one for each virtual stage.
 
     Weights are uninitialised memory (norms: ones). Load them before use by the names of Megatron's state dict:
     `embedding.word_embeddings.weight`, `decoder.layers.{i}...` with i counting inside the chunk, `output_layer.weight`
-    (for a value model `[1, H]`, zeros). The embedding has `ceil(V / tp)` rows per rank.
+    (for a value model `[num_labels, H]`, zeros). The embedding has `ceil(V / tp)` rows per rank.
 
     Args:
         config: The input of `ModelConfig.from_hf`: a mapping, an object with `.to_dict()`, or a checkpoint folder.
         grid: The active grid.
-        role: "causal_lm", or "value" for one fp32 number per token.
+        role: "causal_lm", or "value" for fp32 numbers of each token, one for each label.
         dtype: The dtype of the parameters.
         layer_spec: "local" for layers of torch only; "transformer_engine" for its linears and norms. Attention is
             `parallel_layers.packed_attention` in both.
         value_bias: The head of a value model has a bias.
+        num_labels: The rows of the head of a value model.
         options: `sequence_parallel`, `layers_per_stage`, or any field of `TransformerConfig`, such as `cp_comm_type`.
 
     Raises:
@@ -104,6 +107,7 @@ def build_gpt(
             role,
             padded_vocabulary(model.vocab_size, grid),
             value_bias,
+            num_labels,
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=grid.groups,

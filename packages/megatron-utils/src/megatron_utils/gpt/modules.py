@@ -131,20 +131,20 @@ class PackedCoreAttention(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """Give one number per token in place of Megatron's output layer: `hidden @ weight^T (+ bias)`, fp32.
+    """Give L numbers per token in place of Megatron's output layer: `hidden @ weight^T (+ bias)`, fp32.
 
-    The weight `[1, H]` is replicated over the tensor-parallel group. Under sequence parallelism the hidden states are
+    The weight `[L, H]` is replicated over the tensor-parallel group. Under sequence parallelism the hidden states are
     gathered first (backward: split), so every rank computes all values and the whole, equal gradient of the weight.
     """
 
-    def __init__(self, config: TransformerConfig, *, bias: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, num_labels: int = 1, *, bias: bool = False) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
+        self.weight = nn.Parameter(torch.zeros(num_labels, config.hidden_size, dtype=config.params_dtype))
+        self.bias = nn.Parameter(torch.zeros(num_labels, dtype=config.params_dtype)) if bias else None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Turn `[T / tp, 1, H]` into (`[T, 1, 1]` fp32, None), a pair like Megatron's linears return."""
+        """Turn `[T / tp, 1, H]` into (`[T, 1, L]` fp32, None), a pair like Megatron's linears return."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         bias = None if self.bias is None else self.bias.float()

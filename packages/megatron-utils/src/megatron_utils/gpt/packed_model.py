@@ -46,8 +46,8 @@ class PackedModel(MegatronModule):
     """A pipeline stage of a decoder, or a chunk of a stage, called with a packed batch.
 
     Stages before the last return hidden states `[T / (cp tp), 1, H]`. The last stage returns `LogProbs` if labels are
-    given, else logits `[T, V]` (this rank's columns), or values `[T]` fp32 for a value model. With `next_token=True` it
-    returns the logits after the last token of each sequence only, for decoding.
+    given, else logits `[T, V]` (this rank's columns), or fp32 values for a value model, `[T]` or of L labels
+    `[T, L]`. With `next_token=True` it returns the logits after the last token of each sequence only, for decoding.
     Under context parallelism every rank gets the whole batch, computes its part, and returns the whole result.
 
     A subclass is also one of Megatron-Core's models, with `embedding`, `decoder` and `output_layer`, and calls
@@ -70,7 +70,7 @@ class PackedModel(MegatronModule):
         }
 
     def take_packed_batches(
-        self, model: ModelConfig, role: Role, ropes: Sequence[Any], *, value_bias: bool = False
+        self, model: ModelConfig, role: Role, ropes: Sequence[Any], *, value_bias: bool = False, num_labels: int = 1
     ) -> None:
         """Add the head of a value model and the rotations.
 
@@ -79,8 +79,9 @@ class PackedModel(MegatronModule):
             role: "causal_lm" or "value".
             ropes: The rotation of each layer of this chunk, None where the layer does not rotate.
             value_bias: The head of a value model has a bias.
+            num_labels: The rows of the head of a value model.
         """
-        self.role = role
+        self.role, self.num_labels = role, num_labels if role == "value" else 0
         _, self.layout = CONTEXT_PARALLEL[self.config.cp_comm_type]
         self.true_vocab_size = model.vocab_size
         # One module for all layers that rotate alike.
@@ -90,7 +91,7 @@ class PackedModel(MegatronModule):
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.config.params_dtype).item()
         self.logits: dict[str, Any] = {"logit_scale": model.logit_scale, "logit_softcap": model.logit_softcap}
         if role == "value" and self.post_process:
-            self.output_layer = ValueHead(self.config, bias=value_bias)
+            self.output_layer = ValueHead(self.config, num_labels, bias=value_bias)
 
     @property
     def tokens_multiple_of(self) -> int:
@@ -159,7 +160,8 @@ class PackedModel(MegatronModule):
         if not self.post_process:
             return hidden
         if self.role == "value":
-            return self._gather(self.output_layer(hidden)[0][:, 0, 0])
+            values = self.output_layer(hidden)[0][:, 0]
+            return self._gather(values[:, 0] if values.shape[1] == 1 else values)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if next_token:
             return self._next_token(hidden[:, 0], self.output_layer.weight if tied is None else tied, packed, cp)

@@ -41,6 +41,7 @@ def build_hybrid(
     dtype: torch.dtype = torch.float32,
     layer_spec: LayerSpec = "local",
     value_bias: bool = False,
+    num_labels: int = 1,
     layers_per_stage: Sequence[int] | None = None,
     **options: Any,
 ) -> list[PackedHybridModel]:
@@ -57,10 +58,11 @@ def build_hybrid(
             experts); "MEM*-" has five layers. None: the layers and the sizes of Mamba-2 are those of the config, which
             is one of Nemotron-H.
         grid: The active grid, without context parallelism.
-        role: "causal_lm", or "value" for one fp32 number per token.
+        role: "causal_lm", or "value" for fp32 numbers of each token, one for each label.
         dtype: The dtype of the parameters; `A_log` and `D` of Mamba-2 are fp32.
         layer_spec: "local" or "transformer_engine", as in `build_gpt`.
         value_bias: The head of a value model has a bias.
+        num_labels: The rows of the head of a value model.
         layers_per_stage: The layers of each of the `pp * virtual_stages` chunks; None: equal parts.
         options: `sequence_parallel`, or any field of `TransformerConfig`: the sizes `mamba_num_heads`,
             `mamba_head_dim`, `mamba_state_dim`, `mamba_num_groups`, `linear_num_key_heads`, `linear_key_head_dim`,
@@ -110,6 +112,7 @@ def build_hybrid(
             role,
             padded_vocabulary(model.vocab_size, grid),
             value_bias,
+            num_labels,
             hybrid_layer_pattern=stages,
             pre_process=pre_process,
             post_process=post_process,

@@ -46,6 +46,7 @@ class PackedHybridModel(PackedModel, HybridModel):
         role: Role,
         padded_vocab: int,
         value_bias: bool = False,
+        num_labels: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, spec, **self.core_arguments(model, role, padded_vocab), **kwargs)
@@ -54,7 +55,7 @@ class PackedHybridModel(PackedModel, HybridModel):
             model.ropes[layer.layer_number - 1] if kind == ATTENTION else None
             for kind, layer in zip(kinds, self.decoder.layers, strict=True)
         ]
-        self.take_packed_batches(model, role, ropes, value_bias=value_bias)
+        self.take_packed_batches(model, role, ropes, value_bias=value_bias, num_labels=num_labels)
 
     def new_cache(self, *_: Any, **__: Any) -> None:
         """Raise ValueError: there is no cache of states."""

@@ -84,7 +84,8 @@ def run_schedule(
         broadcast: Send the outputs to all stages; False keeps them on the last stage.
 
     Returns:
-        The detached output of each micro-batch: `LogProbs` of `[T]`, or values `[T]`; None on stages without outputs.
+        The detached output of each micro-batch: `LogProbs` of `[T]`, or values `[T]` (`[T, L]` of L labels); None on
+            stages without outputs.
         Logits (no labels, a language model) stay on the last stage.
 
     Raises:
@@ -154,8 +155,9 @@ def run_schedule(
             pg_collection=grid.groups,
         )
     results = [outputs[number] for number in range(count)] if grid.is_last_stage else None
-    if broadcast and grid.dims.pp > 1:
-        results = _broadcast(results, micro_batches, grid)
+    chunk = unwrap_model(chunks[0])
+    if broadcast and grid.dims.pp > 1 and (labels is not None or chunk.num_labels):  # no logits
+        results = _broadcast(results, micro_batches, grid, chunk, entropy)
     return results
 
 
@@ -263,36 +265,23 @@ def _map_tensors(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
 
 
 def _broadcast(
-    results: list[Output] | None, micro_batches: Sequence[PackedSequence], grid: MegatronGrid
-) -> list[Output] | None:
-    """Send the last stage's outputs per token to all stages: one broadcast of the kind, one of all numbers."""
+    results: list[Output] | None, micro_batches: Sequence[PackedSequence], grid: MegatronGrid, chunk: Any, entropy: bool
+) -> list[Output]:
+    """Send the last stage's numbers per token to all stages, in one broadcast."""
     group = grid.groups.pp
-    source = dist.get_process_group_ranks(group)[-1]
-    device = micro_batches[0].input_ids.device
-    # 0: not broadcast (logits), 1: values or log-probs alone as a tensor, 2: log-probs, 3: log-probs and entropies
-    kind = torch.tensor([_kind(results[0])] if results else [0], device=device)
-    dist.broadcast(kind, source, group=group)
-    columns = [0, 1, 1, 2][int(kind)]
-    if columns == 0:
-        return results
+    columns = chunk.num_labels or 1 + entropy
     sizes = [packed.num_tokens for packed in micro_batches]
-    numbers = torch.empty(columns, sum(sizes), dtype=torch.float32, device=device)
+    numbers = torch.empty(columns, sum(sizes), dtype=torch.float32, device=micro_batches[0].input_ids.device)
     if results is not None:
         rows = [
-            result if isinstance(result, Tensor) else torch.stack([r for r in result if r is not None])
+            result.T if isinstance(result, Tensor) else torch.stack([r for r in result if r is not None])
             for result in results
         ]
         torch.cat([row.view(columns, -1) for row in rows], dim=1, out=numbers)
-    dist.broadcast(numbers, source, group=group)
+    dist.broadcast(numbers, dist.get_process_group_ranks(group)[-1], group=group)
     if results is not None:
         return results
     per_batch = numbers.split(sizes, dim=1)
-    if int(kind) == 1:
-        return [columns_[0] for columns_ in per_batch]
-    return [LogProbs(columns_[0], columns_[1] if columns == 2 else None) for columns_ in per_batch]
-
-
-def _kind(output: Output) -> int:
-    if isinstance(output, Tensor):
-        return 1 if output.dim() == 1 else 0
-    return 2 if output.entropy is None else 3
+    if chunk.num_labels:
+        return [columns_[0] if columns == 1 else columns_.T for columns_ in per_batch]
+    return [LogProbs(columns_[0], columns_[1] if entropy else None) for columns_ in per_batch]

@@ -59,7 +59,6 @@ BACKENDS: dict[str, Backend] = {
             "tp_invariant": "Megatron-Core's linears add in an order that depends on tp",
             "mtp_loss_scaling_factor": "its models have no multi-token-prediction layers",
             "base_format": "Megatron-Core's linears compute in the dtype of their weights",
-            "num_labels": "its value heads have one label",
         },
         {
             "algorithm": "Megatron-Core has AdamW here",

@@ -49,6 +49,7 @@ class MegatronEngine(Engine):
         self.chunks, self._enter = list(chunks), enter
         self.module = nn.ModuleList(chunks)
         self.layout, self.places, self.grid = layout, list(places), grid
+        self.num_labels = layout.num_labels
         self.adapter_layout = adapters
         self.vocab_size = chunks[0].true_vocab_size
         self.tokens_multiple_of = chunks[0].tokens_multiple_of
@@ -185,7 +186,7 @@ def check_device(device: torch.device) -> None:
 
 def _outputs(output: LogProbs | Tensor) -> Outputs:
     if isinstance(output, Tensor):
-        return (output,)
+        return (output,) if output.dim() == 1 else output.unbind(1)
     assert output.entropy is not None
     return output.log_probs, output.entropy
 

@@ -174,12 +174,9 @@ def _build(
     places = places_of(megatron, virtual_stages)
     if base is not None:  # by cost, another head might divide the layers in another way
         split = [len(numbers) for numbers in base.layout.chunk_layers(places[0].grid)]
-    layout = ckpt.layout_for(checkpoint, target=TARGETS[options.megatron.layers], role=role, layers=split)
-    if layout.num_labels > 1:
-        raise ValueError(
-            f"{checkpoint.path} has a value head of {layout.num_labels} labels, and backend='megatron' has heads of "
-            "one; use backend='parallel'"
-        )
+    layout = ckpt.layout_for(
+        checkpoint, target=TARGETS[options.megatron.layers], role=role, layers=split, num_labels=options.num_labels
+    )
     if virtual_stages > 1:
         layout = ChunkedLayout.of(layout)
     extra: dict[str, Any] = {}
@@ -196,6 +193,7 @@ def _build(
         dtype=options.dtype or stored_dtype(checkpoint),
         layer_spec=options.megatron.layers,
         value_bias=not classifies_sequences(model.hf),  # a reward model's head has no bias
+        num_labels=layout.num_labels,
         sequence_parallel=options.sequence_parallel,
         **extra,
     )
@@ -223,7 +221,7 @@ def _add_adapters(
     Raises:
         ValueError: A target matches nothing, or is the embedding, the head or an expert.
     """
-    native = ckpt.layout_for(checkpoint, target="parallel", role=layout.role)
+    native = ckpt.layout_for(checkpoint, target="parallel", role=layout.role, num_labels=layout.num_labels)
     adapters = describe(lora, native, str(checkpoint.path))
     described = adapters.layout
     require_linears("megatron", described, adaptable(native)[1])
