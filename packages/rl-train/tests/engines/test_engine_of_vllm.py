@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from importlib import metadata
@@ -77,6 +78,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_grid(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"ep=2.*: .* CPU build does not divide experts; give ep=1"):
         Vllm(model, dims=ParallelDims(tp=2, ep=2))
+    with pytest.raises(
+        ValueError, match=r"pp=2.*: vLLM's CPU build does not send tokens from stage to stage; give pp=1"
+    ):
+        Vllm(model, dims=ParallelDims(pp=2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     engine = Vllm(model, dims=ParallelDims(tp=2, pp=2, ep=2), max_num_seqs=9)
     names = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "max_num_seqs")
@@ -85,6 +90,27 @@ def test_the_grid(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for dims in (ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(tp=4, ep=2)):
         with pytest.raises(ValueError, match=r"must have tp and pp alone, and ep=1 or ep=tp: .* to more engines"):
             Vllm(model, dims=dims)
+
+
+NEMOTRON: dict[str, Any] = {
+    **{"model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention"], "vocab_size": 32},
+    **{"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8},
+}
+
+
+@pytest.mark.parametrize(("fields", "warns"), [({}, True), ({"time_step_min": 1e-9}, False)])
+def test_limits_of_steps_are_warned_of(
+    fields: dict[str, Any], warns: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """By transformers' default a step is at least 0.001."""
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON | fields))
+    Vllm(tmp_path, dtype="float32").close()
+    messages = [str(warning.message) for warning in recwarn if "Mamba-2" in str(warning.message)]
+    assert len(messages) == warns
+    for message in messages:
+        assert f"{tmp_path} are at least 0.001 and at most inf in training" in message
+        assert '"time_step_min": 1e-9' in message
 
 
 def test_routing(model: Path) -> None:

