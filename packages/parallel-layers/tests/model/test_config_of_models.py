@@ -532,3 +532,23 @@ def test_the_text_of_mistral_3_is_that_of_its_text_model() -> None:
     assert windows == [4096, None]
     with pytest.raises(ValueError, match="model_type='qwen2' in a config of mistral3 is not supported; known: ministr"):
         ModelConfig.from_hf({**wrapper, "text_config": {**text, "model_type": "qwen2"}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lacking"),
+    [
+        ("bailing_hybrid", "delta attention whose decays"),
+        ("deepseek_v4", "compressed keys and values, hyper-connections, and an indexer"),
+        ("falcon_h1", "attention and Mamba-2 side by side"),
+        ("glm5_next", "hyper-connections, and an indexer"),
+        ("inkling", "short convolutions of keys"),
+        ("lfm2", "gated short convolutions"),
+        ("lfm3", "gated short convolutions"),
+        ("qwen4_exp", "embeddings of n-grams, gated residuals, and an indexer"),
+        ("qwen4_exp_text", "embeddings of n-grams, gated residuals, and an indexer"),
+    ],
+)
+def test_what_is_missing_of_other_models_is_named(model_type: str, lacking: str) -> None:
+    message = f"model_type='{model_type}' is not supported: the layers lack {lacking}.*; known: ApertusForCausalLM"
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf({"model_type": model_type, "architectures": ["OtherForCausalLM"]})

@@ -35,6 +35,24 @@ _WRAPPERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "kimi_k25": ({"class_prefix": "Kimi_K25", "tied": True, "ties": "outer"}, ("deepseek_v3", "kimi_k2")),
     "mistral3": ({"class_prefix": "Mistral3", "ties": "first"}, ("ministral3", "mistral")),
 }
+_MAMBA = "state spaces of Mamba's first form, with a step for each channel"
+_INDEXER = "an indexer, which chooses the keys of each token"
+_CONVOLUTIONS = "gated short convolutions in place of attention"
+# What the layers lack for other models with states, convolutions or indexers, by `model_type`.
+_LACKING = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXER),
+    "deepseek_v4": f"compressed keys and values, hyper-connections, and {_INDEXER}",
+    "glm5_next": f"hyper-connections, and {_INDEXER}",
+    "qwen4_exp": f"embeddings of n-grams, gated residuals, and {_INDEXER}",
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONVOLUTIONS),
+    "inkling": "short convolutions of keys and values, and position biases instead of rotation",
+    "bailing_hybrid": "delta attention whose decays have a lower bound",
+    "falcon_h1": "attention and Mamba-2 side by side in one layer",
+    "minimax": "lightning attention",
+    "recurrent_gemma": "recurrent linear units",
+    "zamba2": "attention that several layers of Mamba-2 share",
+}
 # Text models that share the row of another model.
 _SAME = {"kimi_k2": "deepseek_v3"}
 
@@ -51,7 +69,8 @@ def family_of(config: Config) -> Family:
     """Return the family of a config, by `architectures` where given, else by `model_type`.
 
     Raises:
-        ValueError: The family is not in the table; the message lists the known families.
+        ValueError: The family is not in the table; the message says what the layers lack for some, and lists the known
+            families.
     """
     architectures = names("architectures")(config)
     # Moonshot's class is KimiK25..., transformers' class Kimi_K25...; a reward model is Gemma3TextFor...
@@ -67,7 +86,9 @@ def family_of(config: Config) -> Family:
         return _of_text(next((family for family in matches if family.name == model_type), matches[0]), config)
     classes = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
     stated = f"architectures={[*architectures]} with model_type={model_type!r}"
-    raise ValueError(f"{stated} is not supported; known: {classes}")
+    lacking = _LACKING.get(str(model_type).removesuffix("_text"))
+    reason = "" if lacking is None else f": the layers lack {lacking}"
+    raise ValueError(f"{stated} is not supported{reason}; known: {classes}")
 
 
 def _of_text(family: Family, config: Config) -> Family:
