@@ -54,6 +54,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixture": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
     "deepseek": ("DeepseekV3ForCausalLM", SIZES),
+    "hybrid": (
+        "Qwen3NextForCausalLM",
+        {
+            **{**SIZES, **EXPERTS, "shared_expert_intermediate_size": 16, "linear_conv_kernel_dim": 3},
+            **{"layer_types": ["linear_attention", "linear_attention", "full_attention"], "rms_norm_eps": 1e-3},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
+        },
+    ),
     # Inputs of its own in every layer, and layers that reuse keys and values.
     "gemma4-e2b": (
         "Gemma4ForCausalLM",

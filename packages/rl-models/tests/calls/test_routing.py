@@ -29,12 +29,19 @@ MORE_PLACES = [
     ("transformers", ParallelDims(dp=2)),
     ("megatron", ParallelDims(tp=2)),
 ]
+HYBRID_PLACES = [
+    ("parallel", ParallelDims(tp=2, ep=2)),
+    ("parallel", ParallelDims(cp=2)),
+    ("parallel", ParallelDims(pp=2)),
+    ("transformers", ParallelDims(cp=2)),
+]
 
 
 @pytest.fixture(scope="session")
 def models(tiny: Callable[..., Path]) -> dict[str, Path]:
-    mixture = tiny("mixture", num_hidden_layers=3, mlp_only_layers=(1,), initializer_range=0.3)
-    return {"mixture": mixture, "dense": tiny("llama")}
+    layers: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": (1,), "initializer_range": 0.3}
+    hybrid = tiny("hybrid", **layers | {"initializer_range": 0.1})
+    return {"mixture": tiny("mixture", **layers), "hybrid": hybrid, "dense": tiny("llama")}
 
 
 def load(group: ProcessGroup, path: Path, backend: str, dims: ParallelDims) -> Actor:
@@ -87,11 +94,19 @@ def own_routing(ranks: RankPool, path: Path) -> Tensor:
     return routing
 
 
-@pytest.mark.parametrize("places", [PLACES, pytest.param(MORE_PLACES, marks=pytest.mark.slow)], ids=["some", "more"])
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("mixture", PLACES),
+        pytest.param("mixture", MORE_PLACES, marks=pytest.mark.slow),
+        pytest.param("hybrid", HYBRID_PLACES, marks=pytest.mark.slow),
+    ],
+    ids=["some", "more", "hybrid"],
+)
 def test_routing_replays_on_every_backend_and_grid(
-    ranks: RankPool, models: dict[str, Path], places: list[tuple[str, ParallelDims]]
+    ranks: RankPool, models: dict[str, Path], name: str, places: list[tuple[str, ParallelDims]]
 ) -> None:
-    path = models["mixture"]
+    path = models[name]
     routing = own_routing(ranks, path)
     assert routing.shape == (25, 2, 2)  # layer 1 is dense
     assert routing.dtype == torch.int16
