@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers import linear_log_probs
-from parallel_layers.head import chunked
+from parallel_layers.head import SamplingMask, chunked
 from parallel_layers.testing import RankPool
 
 IGNORE = -100
@@ -221,16 +221,23 @@ def test_a_frozen_input_costs_no_product(frozen: str, monkeypatch: pytest.Monkey
     assert (weight.grad is None) == (frozen == "weight")
 
 
-def test_largest_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of the size of the logits: at most a tile, the hidden states or the weight's own gradient."""
-    num_tokens, hidden_size, vocab_size = 512, 16, 40_000
+@pytest.mark.parametrize("masked", [False, True])
+def test_largest_temporary(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the size of the logits: at most a tile, the hidden states or the weight's own gradient.
+
+    Nor with a sampling mask, whose rows here hold up to a third of the vocabulary.
+    """
+    num_tokens, hidden_size, vocab_size, limit = 256, 16, 8_000, 1 << 17
+    monkeypatch.setitem(chunked.TILE_ELEMENTS, "cpu", limit)
     hidden, weight, labels, *_ = problem(num_tokens, hidden_size, vocab_size)
-    limit = chunked.TILE_ELEMENTS["cpu"]
     assert limit < num_tokens * vocab_size / 8, "the test must be able to fail"
+    counts = torch.where(torch.arange(num_tokens) % 16 == 0, vocab_size // 3, 5)
+    rows = [(torch.arange(count) + label) % vocab_size for label, count in zip(labels.tolist(), counts, strict=True)]
+    mask = SamplingMask.from_rows(rows) if masked else None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         hidden.requires_grad_()
         weight.requires_grad_()
-        out = linear_log_probs(hidden, weight, labels)
+        out = linear_log_probs(hidden, weight, labels, sampling_mask=mask)
         (out.log_probs.sum() + out.entropy.sum()).backward()
     allocations = [event.self_cpu_memory_usage for event in profile.events()]
     assert max(allocations) >= 4 * weight.numel(), "the profiler must have seen the weight's gradient"

@@ -105,6 +105,7 @@ GRIDS = [
     ("gpt-oss", ParallelDims(tp=4)),
     ("deepseek", TP2),
     ("deepseek", EP2),
+    ("deepseek", ParallelDims(tp=4)),
     ("deepseek", ParallelDims(dp=2, tp=2, ep=2)),
     ("llama", TP2),
     ("llama", ParallelDims(cp=2)),
