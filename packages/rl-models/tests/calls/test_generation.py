@@ -26,7 +26,7 @@ from parallel_layers.testing import RankPool
 from parallel_models import CacheOptions, Decoding
 from parallel_models.engine import max_positions
 from parallel_models.generation import STEPS
-from rl_models import Actor, Batch
+from rl_models import Actor, Batch, LoraOptions
 from rl_models.backends import BACKENDS
 from rl_models.losses import LossTerms
 
@@ -40,29 +40,38 @@ def models(tiny: Callable[..., Path]) -> dict[str, Path]:
 
 
 @contextmanager
-def loaded(path: Path, dims: ParallelDims, backend: str) -> Iterator[Actor]:
+def loaded(path: Path, dims: ParallelDims, backend: str, **options: Any) -> Iterator[Actor]:
     """An actor, to be used inside."""
     with cpu_stand_in() if backend == "megatron" else nullcontext():
-        yield Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu")
+        yield Actor.from_pretrained(path, backend=backend, dims=dims, mesh=mesh_of(dims), device="cpu", **options)
 
 
 def generate(
-    group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, cases: list[dict[str, Any]]
+    group: ProcessGroup, path: Path, dims: ParallelDims, backend: str, cases: list[dict[str, Any]], **options: Any
 ) -> list[Batch]:
-    """Return what one actor draws with each of several options."""
+    """Return what one actor draws with each of several options; adapters have numbers that change the draws."""
     batches = []
-    with loaded(path, dims, backend) as actor:
-        for options in cases:
-            batch = actor.generate(PROMPTS, **options)
-            computed = actor.log_probs(batch, temperature=options.get("temperature") or 1.0).log_probs
+    with loaded(path, dims, backend, **options) as actor:
+        for name, parameter in actor.engine.module.named_parameters():
+            if name.endswith("lora.B"):
+                parameter.data.fill_(0.1)
+        for case in cases:
+            batch = actor.generate(PROMPTS, **case)
+            computed = actor.log_probs(batch, temperature=case.get("temperature") or 1.0).log_probs
             batches.append(batch.with_fields(computed=computed))
     return batches
 
 
+LATENT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+}
 CASES = {
     "sampled": {"max_new_tokens": 9, "temperature": 0.7, "n": 2, "seed": 5, "stop_ids": [4, 8, 15, 16]},
     "greedy": {"max_new_tokens": 6, "temperature": 0.0},
     "truncated": {"max_new_tokens": 6, "top_k": 5, "top_p": 0.8, "seed": 1},
+    "masked": {"max_new_tokens": 6, "top_p": 0.9, "min_p": 0.02, "keep_sampling_mask": True},
 }
 PLACES = {
     "qwen2": [
@@ -89,6 +98,16 @@ MORE_PLACES = {
         ("megatron", ParallelDims()),
     ],
 }
+OF_FOUR = [ParallelDims(tp=4), ParallelDims(tp=2, pp=2), ParallelDims(tp=2, cp=2), ParallelDims(pp=2, cp=2)]
+OF_FOUR_WITH_EXPERTS = [
+    *(ParallelDims(tp=4), ParallelDims(tp=2, ep=2), ParallelDims(dp=2, tp=2, ep=2), ParallelDims(dp=4, ep=4)),
+    *(ParallelDims(tp=2, pp=2, ep=2), ParallelDims(dp=2, ep=2, pp=2), ParallelDims(dp=2, cp=2, ep=4)),
+]
+GRIDS_OF_FOUR = {
+    "qwen2": [*OF_FOUR, ParallelDims(dp=2, tp=2), ParallelDims(dp=2, pp=2), ParallelDims(dp=2, cp=2)],
+    **dict.fromkeys(("mixture", "gpt-oss", "deepseek"), OF_FOUR_WITH_EXPERTS),
+    "adapted": OF_FOUR,
+}
 
 
 @pytest.mark.parametrize(
@@ -96,25 +115,39 @@ MORE_PLACES = {
     [
         ("llama", PLACES["llama"]),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in (("qwen2", PLACES["qwen2"]), *MORE_PLACES.items())),
+        *(
+            pytest.param(name, [("parallel", dims)], marks=pytest.mark.slow)
+            for name, grids in GRIDS_OF_FOUR.items()
+            for dims in grids
+        ),
     ],
+    ids=str,
 )
 def test_all_grids_and_backends_draw_the_same_tokens(
-    ranks: RankPool, models: dict[str, Path], model: str, places: list[tuple[str, ParallelDims]]
+    ranks: RankPool, tiny: Callable[..., Path], model: str, places: list[tuple[str, ParallelDims]]
 ) -> None:
     cases = list(CASES.values())
-    (expected,) = ranks.run(generate, models[model], ParallelDims(), "parallel", cases, world=1)
-    for first, options in zip(expected, cases, strict=True):
-        assert len(first) == len(PROMPTS) * options.get("n", 1)
-        prompts = [prompt for prompt in PROMPTS for _ in range(options.get("n", 1))]
+    options: dict[str, Any] = {"lora": LoraOptions(4)} if model == "adapted" else {}
+    changes = LATENT if model == "deepseek" else {}
+    path = tiny("llama" if model == "adapted" else model, initializer_range=0.3, **changes)
+    (expected,) = ranks.run(generate, path, ParallelDims(), "parallel", cases, world=1, **options)
+    for first, case in zip(expected, cases, strict=True):
+        assert len(first) == len(PROMPTS) * case.get("n", 1)
+        prompts = [prompt for prompt in PROMPTS for _ in range(case.get("n", 1))]
         for tokens, response, prompt in zip(first.split(), first.responses(), prompts, strict=True):
             assert tokens.tolist() == prompt + response.tolist()
-            stops = [i for i, token in enumerate(response.tolist()) if token in options.get("stop_ids", [])]
-            assert len(response) == (stops[0] + 1 if stops else options["max_new_tokens"])
+            stops = [i for i, token in enumerate(response.tolist()) if token in case.get("stop_ids", [])]
+            assert len(response) == (stops[0] + 1 if stops else case["max_new_tokens"])
     for backend, dims in places:
-        for found in ranks.run(generate, models[model], dims, backend, cases, world=dims.world_size):
+        for found in ranks.run(generate, path, dims, backend, cases, world=dims.world_size, **options):
             for batch, first, name in zip(found, expected, CASES, strict=True):
-                assert torch.equal(batch.tokens, first.tokens), (dims, backend, name)
-                assert batch.lengths == first.lengths
+                # Data-parallel ranks draw from streams of their own.
+                if dims.dp == 1 or name == "greedy":
+                    assert torch.equal(batch.tokens, first.tokens), (dims, backend, name)
+                    assert batch.lengths == first.lengths
+                    if first.sampling_mask is not None:
+                        assert batch.sampling_mask is not None
+                        assert batch.sampling_mask.tolist() == first.sampling_mask.tolist()
                 drawn = torch.where(batch.mask, batch["computed"], 0)
                 # fp32 rounds a log-prob relative to its size, in other places on other CPUs.
                 torch.testing.assert_close(batch["log_probs"], drawn, rtol=5e-6, atol=1e-5)
