@@ -121,7 +121,8 @@ def test_the_environment_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The functions that return the metrics of a run, by file; the string keys of their dicts are the names.
 METRICS = {
-    "rl-train/src/rl_train/loop/loop.py": ("_step", "_collect", "_describe", "_staleness", "_estimate"),
+    "rl-train/src/rl_train/loop/loop.py": ("_step",),
+    "rl-train/src/rl_train/loop/reinforcement.py": ("_collect", "_describe", "_staleness", "_estimate"),
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
     "rl-train/src/rl_train/trajectories/episodes.py": ("describe",),
     "rl-train/src/rl_train/loop/evaluation.py": ("evaluate",),
@@ -154,7 +155,7 @@ def metrics_of_the_code() -> set[str]:
         keys = [key for key in keys if isinstance(key, ast.Constant | ast.JoinedStr)]
         names = {re.sub(r"\{.*?\}", "*", str(ast.literal_eval(re.sub("^f", "", ast.unparse(key))))) for key in keys}
         calls = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._phase"
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".phase")
         ]
         of_phases = {f"seconds_{ast.literal_eval(call.args[0])}" for call in calls}
         prefix = {"value.py": "critic_", "evaluation.py": "eval/"}.get(Path(file).name, "")

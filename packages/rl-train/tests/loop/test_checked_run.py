@@ -161,7 +161,7 @@ def test_a_summary_has_the_options_that_are_given(model: Path, tmp_path: Path) -
     summary = check_run(options, [{"text": "a"}] * 4, []).summary()
     shown = {"steps": 1, "updates_per_step": 1, "passes_over_prompts": 0.25, "reward": "math:fsum"}
     assert shown.items() <= summary.items()
-    assert summary["further options"] == "prompts_per_step=1 seed=5"
+    assert summary["further options"] == "seed=5 prompts_per_step=1"
 
 
 def test_longrope_bounds_prompts_with_their_responses(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_what_a_run_reads_is_not_written_over(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("options.json", b"5", "options.json does not come from rl-train train; remove it, or choose another out"),
-        ("options.json", b'{"steps": 3}', "options.json does not come from rl-train train"),
+        ("options.json", b"5", "options.json does not come from rl-train; remove it, or choose another out"),
+        ("options.json", b'{"steps": 3}', "options.json does not come from rl-train"),
         ("metrics.jsonl", b'{"step": 1}\nmine\n', "metrics.jsonl, line 2: not a line of a step; remove it"),
         ("metrics.jsonl", b"{}\n", "metrics.jsonl, line 1: not a line of a step"),
         ("metrics.jsonl", b'{"step": "1"}\n', "metrics.jsonl, line 1: not a line of a step"),

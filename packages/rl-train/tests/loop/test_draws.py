@@ -28,13 +28,14 @@ from rl_train.loop.folder import write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.objective import ADVANTAGES
+from rl_train.loop.reinforcement import Reinforcement
 from rl_train.options.options import TrainOptions
 from rl_train.weight_sync.buckets import NamedTensors
 
 SLOW = pytest.mark.slow
 
 SAMPLES, PROMPTS, LONGEST = 2, 3, 4
-Make = Callable[..., Loop]
+Make = Callable[..., Any]
 
 
 def first_token(prompt: str, response: str, row: Any) -> float:
@@ -57,7 +58,7 @@ class Recording(NativeEngine):
 
 @pytest.fixture
 def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
-    def loop(engine: Callable[[Any], RolloutEngine] = Recording, reward: Any = first_token, **options: Any) -> Loop:
+    def loop(engine: Callable[[Any], RolloutEngine] = Recording, reward: Any = first_token, **options: Any) -> Any:
         given: dict[str, Any] = {
             "out": tmp_path / "run", "algorithm": "grpo", "prompts_per_step": PROMPTS, "samples": SAMPLES, "steps": 4,
             "max_new_tokens": LONGEST, "learning_rate": 0.02, "save_every": 0, "seed": 5,
@@ -66,22 +67,24 @@ def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
         write_options(resolved)
         models = Models(fresh_actor(resolved))
         checked_run = CheckedRun(resolved, read_prompts(prompts, model, 99), [], (), None)
-        return Loop(checked_run, models, engine(models.actor), in_process(reward), lambda make: make(), print)
+        rollouts, rewards = engine(models.actor), in_process(reward)
+        recipe = Reinforcement(lambda make: make(), print, True, checked_run, models, rollouts, rewards)
+        return Loop(resolved, resolved, recipe)
 
     return loop
 
 
-def metrics(loop: Loop) -> list[dict[str, Any]]:
+def metrics(loop: Any) -> list[dict[str, Any]]:
     lines = (loop.options.out / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if "second" not in name} for line in lines]
 
 
-def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str, float]]]:
+def by_hand(loop: Any, staleness: int) -> tuple[Any, list[Batch], list[dict[str, float]]]:
     """Return a fresh actor after all steps, the responses that each step learns from, and its updates' metrics.
 
     Every step is written out; the responses of step k are drawn before step k - `staleness` is learned.
     """
-    options, rows = loop.options, loop.checked_run.prompts
+    options, rows = loop.options, loop.recipe.checked_run.prompts
     actor = fresh_actor(options)
     models = Models(actor)
     orders = [random.Random(f"{options.seed}/{epoch}").sample(range(len(rows)), len(rows)) for epoch in range(2)]
@@ -94,7 +97,7 @@ def by_hand(loop: Loop, staleness: int) -> tuple[Any, list[Batch], list[dict[str
             draws = {"n": SAMPLES, "max_new_tokens": LONGEST, "seed": options.seed * 1_000_003 + end}
             drawn.append(actor.generate(asked, **draws))
         batch = models.estimate(drawn[step], options)
-        texts = [loop.checked_run.codec.decode(response.tolist()) for response in batch.responses()]
+        texts = [loop.recipe.checked_run.codec.decode(response.tolist()) for response in batch.responses()]
         scores = torch.tensor([first_token("", text, None) for text in texts])
         groups = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
         batch = batch.with_fields(**ADVANTAGES["group-relative"](batch, scores, groups, options))
@@ -118,7 +121,7 @@ def test_a_run_is_bit_for_bit_the_loop_written_out(make: Make, staleness: int, c
     loop = make(importance_cap=cap) if staleness == 0 else make(staleness=staleness, importance_cap=cap)
     loop.run()
     actor, drawn, said = by_hand(loop, staleness)
-    for (_, found), expected in zip(loop.rollouts.drawn, drawn, strict=True):
+    for (_, found), expected in zip(loop.recipe.rollouts.drawn, drawn, strict=True):
         assert torch.equal(found.tokens, expected.tokens)
         assert torch.equal(found["log_probs"], expected["log_probs"])
     for found, expected in zip(metrics(loop), said, strict=True):
@@ -138,7 +141,7 @@ def test_metrics_name_the_version_that_drew_the_responses(make: Make, staleness:
     found = metrics(loop)
     assert [line["rollout_version"] for line in found] == [max(0, step - staleness) for step in range(4)]
     assert [line["staleness"] for line in found] == [min(step, staleness) for step in range(4)]
-    assert [version for version, _ in loop.rollouts.drawn] == [line["rollout_version"] for line in found]
+    assert [version for version, _ in loop.recipe.rollouts.drawn] == [line["rollout_version"] for line in found]
     if staleness:
         assert [line["staleness_mean"] for line in found] == [line["staleness"] for line in found]
         shares = [[line[f"staleness_share@{number}"] for number in range(staleness + 1)] for line in found]
@@ -158,11 +161,11 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
     """The responses of older weights come from their file; the order of the prompts goes on."""
     learned: list[list[int]] = []
 
-    def run(steps_before_the_kill: int | None) -> Loop:
+    def run(steps_before_the_kill: int | None) -> Any:
         scores = itertools.cycle([0.0, 1.0])
         options: dict[str, Any] = {"algorithm": "dapo"} if dynamic else {}
         loop = make(staleness=2, steps=6, save_every=1, reward=lambda *_: next(scores), **options)
-        update = loop.models.actor.update
+        update = loop.recipe.models.actor.update
 
         def counted(part: Batch, *args: Any, **kwargs: Any) -> Any:
             if len(learned) == steps_before_the_kill:
@@ -171,19 +174,22 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
             learned.append(part.tokens[starts].tolist()[::SAMPLES])
             return update(part, *args, **kwargs)
 
-        loop.models.actor.update = counted
+        loop.recipe.models.actor.update = counted
         return loop
 
     first = run(2)
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    first.models.actor.wait_for_save()  # the save of the second step runs in the background
+    first.recipe.models.actor.wait_for_save()  # the save of the second step runs in the background
     again = run(None)
     assert again._resume(again.options.out / "training") == 2
-    assert again._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": [[2 * PROMPTS, 0], [3 * PROMPTS, 1]]}
+    assert again.recipe._draws.state.to_json() == {
+        "position": 4 * PROMPTS,
+        "ahead": [[2 * PROMPTS, 0], [3 * PROMPTS, 1]],
+    }
     run(None).run()
-    order = again._draws._indices(0, 6 * PROMPTS)
-    firsts = [int(again.checked_run.prompts[index].tokens[0]) for index in order]
+    order = again.recipe._draws._indices(0, 6 * PROMPTS)
+    firsts = [int(again.recipe.checked_run.prompts[index].tokens[0]) for index in order]
     assert [token for step in learned for token in step] == firsts
     assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 0, 1, 2, 3]
 
@@ -196,17 +202,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path
         given |= {"rollouts.partial": partial, "stop_ids": ",".join(map(str, range(2, 16)))}
     whole, killed = make(out=tmp_path / "whole", **given), make(**given)
     whole.run()
-    update, updates = killed.models.actor.update, itertools.count()
+    update, updates = killed.recipe.models.actor.update, itertools.count()
 
     def dying(*args: Any, **kwargs: Any) -> Any:
         if next(updates) == 3:
             raise KeyboardInterrupt
         return update(*args, **kwargs)
 
-    killed.models.actor.update = dying
+    killed.recipe.models.actor.update = dying
     with pytest.raises(KeyboardInterrupt):
         killed.run()
-    killed.models.actor.wait_for_save()
+    killed.recipe.models.actor.wait_for_save()
     folder = killed.options.out / "training" / "ahead"
     assert [file.name for file in sorted(folder.iterdir())] == ["00000002.safetensors", "00000003.safetensors"]
     make(**given).run()
@@ -225,9 +231,9 @@ def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(m
     scores = itertools.chain(differ, equal, differ, differ, differ)
     loop = make(algorithm="dapo", staleness=1, steps=3, reward=lambda *_: next(scores))
     loop.run()
-    assert [version for version, _ in loop.rollouts.drawn] == [0, 0, 1, 1]
+    assert [version for version, _ in loop.recipe.rollouts.drawn] == [0, 0, 1, 1]
     assert [(line["rollout_version"], line["staleness"]) for line in metrics(loop)] == [(0, 0), (0, 1), (1, 1)]
-    assert loop._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": []}
+    assert loop.recipe._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": []}
 
 
 class OnOtherDevices(Recording):
@@ -270,7 +276,9 @@ def test_an_engine_of_its_own_draws_what_the_native_engine_draws(
     here.run()
     apart.run()
     assert metrics(here) == metrics(apart)
-    for (version, found), (expected, batch) in zip(apart.rollouts.drawn, here.rollouts.drawn, strict=True):
+    for (version, found), (expected, batch) in zip(
+        apart.recipe.rollouts.drawn, here.recipe.rollouts.drawn, strict=True
+    ):
         assert version == expected
         assert torch.equal(found.tokens, batch.tokens)
 
@@ -313,8 +321,10 @@ def test_responses_that_are_drawn_anew_have_the_version_of_the_new_weights(make:
     loop = make(lambda actor: EngineOnRanks(actor, model, lambda: local), staleness=1, reward=lambda *_: next(scores))
     scores = itertools.cycle([0.0, 1.0])
     learned = list[Batch]()
-    update = loop.models.actor.update
-    loop.models.actor.update = lambda batch, *args, **options: learned.append(batch) or update(batch, *args, **options)
+    update = loop.recipe.models.actor.update
+    loop.recipe.models.actor.update = lambda batch, *args, **options: (
+        learned.append(batch) or update(batch, *args, **options)
+    )
     loop.run()
     _, first, anew, second, *_ = local.loaded
     assert anew == second != first

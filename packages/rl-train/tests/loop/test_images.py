@@ -21,10 +21,11 @@ from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
+from rl_train.loop.reinforcement import Reinforcement
 from rl_train.options.groups import RolloutOptions
 from rl_train.options.options import TrainOptions
 
-Run = Callable[..., Loop]
+Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
     """A run on pictures of two sizes and on a question without one."""
 
-    def make(kind: type[Actor] = Actor, backend: str = "transformers", **options: Any) -> Loop:
+    def make(kind: type[Actor] = Actor, backend: str = "transformers", **options: Any) -> Any:
         rows = []
         for size in ((8, 8), (16, 8)):
             folder = tmp_path / f"{size[0]}"
@@ -65,12 +66,14 @@ def run(model: Path, tmp_path: Path, in_process: Any) -> Run:
             return float(response == row["answer"])
 
         engine, judge = NativeEngine(models.actor), in_process(reward)
-        return Loop(check_run(resolved), models, engine, judge, lambda make: make(), lambda event: None)
+        checked_run = check_run(resolved)
+        recipe = Reinforcement(lambda make: make(), lambda event: None, True, checked_run, models, engine, judge)
+        return Loop(resolved, resolved, recipe)
 
     return make
 
 
-def rewards(loop: Loop) -> list[float]:
+def rewards(loop: Any) -> list[float]:
     lines = (loop.options.out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["reward"] for line in lines]
 
@@ -78,8 +81,8 @@ def rewards(loop: Loop) -> list[float]:
 def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run, tmp_path: Path) -> None:
     loop = run(steps=1, algorithm="grpo", samples=3, mini_batch=8)
     loop.run()
-    prompts = loop.checked_run.prompts
-    asked = loop._ask(loop.options.prompts, prompts, SamplingOptions(2, n=2))
+    prompts = loop.recipe.checked_run.prompts
+    asked = loop.recipe._ask(loop.options.prompts, prompts, SamplingOptions(2, n=2))
     batch = asked.result()
     assert [one is not None for one in batch.visual] == [True] * 12 + [False] * 2
     assert batch.visual[0] is batch.visual[1]
@@ -88,7 +91,7 @@ def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run
     assert read["text"].visual == ()
     assert [one and one.digest for one in read["7"].visual] == [one and one.digest for one in batch.visual]
     assert read["7"].visual[0] is read["7"].visual[1]
-    actor = loop.models.actor
+    actor = loop.recipe.models.actor
     assert torch.equal(actor.log_probs(read["7"]).log_probs, actor.log_probs(batch).log_probs)
 
 
@@ -129,6 +132,8 @@ def test_a_policy_learns_what_the_images_show(run: Run, kind: type[Actor], optio
     found = rewards(loop)
     assert max(found[:3]) < 0.4
     assert min(found[-3:]) > 0.9, found
-    batch = loop._ask(loop.options.prompts, loop.checked_run.prompts, SamplingOptions(1, temperature=0.0)).result()
-    answers = [loop.checked_run.codec.decode(row.tolist()) for row in batch.responses()]
+    batch = loop.recipe._ask(
+        loop.options.prompts, loop.recipe.checked_run.prompts, SamplingOptions(1, temperature=0.0)
+    ).result()
+    answers = [loop.recipe.checked_run.codec.decode(row.tolist()) for row in batch.responses()]
     assert answers == [*COLOURS, *COLOURS, "red"]

@@ -19,19 +19,20 @@ from rl_models import Actor, Batch
 from rl_models.api import WholeBatches
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.engines import NativeEngine
-from rl_train.loop import loop as module
+from rl_train.loop import reinforcement as module
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.folder import check_folder, how_to_go_on, newest_step, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.objective import policy_loss
+from rl_train.loop.reinforcement import Reinforcement
 from rl_train.options.options import TrainOptions
 from rl_train.report.lines import Metrics
 from rl_train.trajectories.episodes import SAMPLE, with_episode_weights
 from rl_train.trajectories.samples import TURNS
 
-Run = Callable[..., Loop]
+Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -45,7 +46,10 @@ def run(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Run:
         models = Models(WholeBatches(Actor.from_pretrained(model, device="cpu")))
         checked_run = CheckedRun(resolved, rows, [] if resolved.evaluation.prompts is None else rows[:2], (), None)
         rollouts = NativeEngine(models.actor)
-        return Loop(checked_run, models, rollouts, in_process(reward), lambda make: make(), lambda event: None)
+        recipe = Reinforcement(
+            lambda make: make(), lambda event: None, True, checked_run, models, rollouts, in_process(reward)
+        )
+        return Loop(resolved, resolved, recipe)
 
     return make
 
@@ -69,16 +73,16 @@ def test_prompts_with_equal_scores_are_dropped_before_the_penalty_for_length(
     scores = iter([0.0, 0.0, 1.0, 0.0])  # the first prompt's are all wrong, and differ in length
     loop = run(lambda *_: next(scores), samples=2, **{"rewards.overlong_buffer": 4}, **options)
     said: list[Any] = []
-    loop.tell = said.append
-    generate = loop.models.actor.generate
+    loop.recipe.tell = said.append
+    generate = loop.recipe.models.actor.generate
 
     def ragged(*args: Any, **options: Any) -> Any:
         batch = generate(*args, **options)
         rows = [row[: len(row) - cut] for row, cut in zip(batch.split(), (0, 2, 0, 2), strict=True)]
         return type(batch).from_sequences(rows, response_lengths=[4, 2, 4, 2])
 
-    monkeypatch.setattr(loop.models.actor, "generate", ragged, raising=False)
-    found, values = loop._collect(1)
+    monkeypatch.setattr(loop.recipe.models.actor, "generate", ragged, raising=False)
+    found, values = loop.recipe._collect(1)
     assert len(found.batch) == 2
     assert found.scores.tolist() == [[0.0, -0.5]]
     # What is logged is of all that was drawn, what was kept has names of its own.
@@ -95,9 +99,9 @@ def test_prompts_with_equal_scores_are_dropped_before_the_penalty_for_length(
 
 def test_a_step_that_drops_all_prompts_says_so_and_learns_nothing(run: Run) -> None:
     loop = run(alternating(0), algorithm="rloo", samples=2, equal_groups="drop", steps=2, save_every=0)
-    before = [parameter.detach().clone() for parameter in loop.models.actor.worker.engine.module.parameters()]
+    before = [parameter.detach().clone() for parameter in loop.recipe.models.actor.worker.engine.module.parameters()]
     said: list[Any] = []
-    loop.tell = said.append
+    loop.recipe.tell = said.append
     values = loop.run()
     assert steps(loop.options.out) == [1, 2]
     assert (values["responses"], values["responses_kept"], values["prompts_dropped"]) == (4, 0, 2)
@@ -106,21 +110,21 @@ def test_a_step_that_drops_all_prompts_says_so_and_learns_nothing(run: Run) -> N
     assert [message.split(" (")[0] for message in messages] == [
         "step 1: the responses to each prompt have equal rewards"
     ]
-    for parameter, start in zip(loop.models.actor.worker.engine.module.parameters(), before, strict=True):
+    for parameter, start in zip(loop.recipe.models.actor.worker.engine.module.parameters(), before, strict=True):
         assert torch.equal(parameter, start)
 
 
 def test_a_step_whose_responses_are_all_vetoed_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = run(alternating(99), samples=2, steps=1, importance_cap=2.0, **{"objective.importance.veto": 0.9})
-    generate = loop.models.actor.generate
+    generate = loop.recipe.models.actor.generate
 
     def off_policy(*args: Any, **options: Any) -> Any:
         batch = generate(*args, **options)
         return batch.with_fields(log_probs=batch["log_probs"] + 1)
 
-    monkeypatch.setattr(loop.models.actor, "generate", off_policy, raising=False)
+    monkeypatch.setattr(loop.recipe.models.actor, "generate", off_policy, raising=False)
     said: list[Any] = []
-    loop.tell = said.append
+    loop.recipe.tell = said.append
     values = loop.run()
     assert (values["importance_vetoed"], values["importance_rejected"], values["loss"]) == (1, 1, 0)
     assert "step 1: importance sampling rejects all responses; look at --importance-*" in [
@@ -136,11 +140,11 @@ def test_an_episode_of_several_samples_counts_once(
 
     def gradients(out: str, cut: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor]]:
         loop = run(alternating(99), out=tmp_path / out, algorithm=algorithm, samples=2, steps=1, save_every=0)
-        generate = loop.models.actor.generate
-        monkeypatch.setattr(loop.models.actor, "generate", lambda *args, **options: cut(generate(*args, **options)))
+        actor, generate = loop.recipe.models.actor, loop.recipe.models.actor.generate
+        monkeypatch.setattr(actor, "generate", lambda *args, **options: cut(generate(*args, **options)))
         values = loop.run()
-        batch, _ = loop._estimate(loop._collect(1)[0])
-        aggregation, worker = loop.options.objective.aggregation, loop.models.actor.worker
+        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0])
+        aggregation, worker = loop.options.objective.aggregation, loop.recipe.models.actor.worker
         batch = with_episode_weights(batch, aggregation)
         worker.forward_backward(batch, partial(policy_loss, loop.options), aggregation=aggregation)
         return values, [parameter.grad for parameter in worker.engine.module.parameters()]
@@ -170,7 +174,7 @@ def test_groups_of_one_rank_are_marked_for_learning(run: Run) -> None:
     parts = []
     for on_one_rank in (False, True):
         loop = run(alternating(99), samples=2, groups_on_one_rank=on_one_rank)
-        batch, _ = loop._estimate(loop._collect(1)[0])
+        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0])
         parts.append(batch)
     assert "group" not in parts[0].fields
     assert parts[1].units("group") == [0, 0, 1, 1]
@@ -197,7 +201,7 @@ def test_steps_whose_rewards_are_all_equal_are_said_once(run: Run, algorithm: st
     scores = iter([1, 1, 0, 0] * 2 + [0, 1, 0, 1] + [1] * 4 if algorithm == "grpo" else [1] * 4 + [0, 1] + [1] * 2)
     loop = run(lambda *_: next(scores), algorithm=algorithm, samples=2 if algorithm == "grpo" else 1, steps=4)
     events: list[Any] = []
-    loop.tell = events.append
+    loop.recipe.tell = events.append
     loop.run()
     messages = [event["message"] for event in events if "message" in event]
     assert [message.split(":")[0] for message in messages] == ["step 1", "step 4"]
@@ -216,7 +220,7 @@ def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
         loop.run()
     out = loop.options.out
     assert saved_steps(out / "training" / "actor") == saved
-    learned, result = loop.models.actor.worker, Actor.from_pretrained(out / "actor", device="cpu")
+    learned, result = loop.recipe.models.actor.worker, Actor.from_pretrained(out / "actor", device="cpu")
     for one, other in zip(learned.engine.module.parameters(), result.engine.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert steps(out) == [1, 2]
@@ -224,7 +228,7 @@ def test_what_was_learned_is_saved_when_there_is_nothing_left_to_learn(
         again = run(alternating(4), algorithm="dapo", samples=2, steps=3, save_every=save_every)
         again.run()
         assert steps(out) == [1, 2, 3], "from the prompts after those of step 2"
-        assert again._draws.position == 6
+        assert again.recipe._draws.position == 6
 
 
 def test_a_first_step_with_nothing_to_learn_saves_nothing(run: Run) -> None:
@@ -269,7 +273,7 @@ def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts
         "stop_ids": "",
     }
     loop = run(lambda *_: next(rewards), **options)
-    found = module.evaluate(loop.checked_run, loop._ask, loop._scorer)
+    found = module.evaluate(loop.recipe.checked_run, loop.recipe._ask, loop.recipe._scorer)
     means = {"eval/reward": 0.75, "eval/response_length": 4, "eval/truncated": 1}
     assert found == means | {"eval/pass@2": 1, "eval/maj@2": 0.75}
 
@@ -286,7 +290,7 @@ def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monk
             "save_every": 1,
         }
         loop = run(alternating(99), algorithm="reinforce++", steps=last, **options)
-        actor, engine = loop.models.actor, loop.rollouts
+        actor, engine = loop.recipe.models.actor, loop.recipe.rollouts
         save = actor.save_pretrained
         monkeypatch.setattr(module, "evaluate", lambda *_, engine=engine: {"eval/reward": rewards[engine.version]})
         # The engine takes the weights of a step before the evaluation.
@@ -296,7 +300,7 @@ def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monk
             lambda path, engine=engine, save=save: [save(path), path.name == "best" and kept.append(engine.version)],
             raising=False,
         )
-        loop.tell = lambda event: said.append(event.get("message", ""))
+        loop.recipe.tell = lambda event: said.append(event.get("message", ""))
         loop.run()
         assert kept == expected
     assert steps(loop.options.out) == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -322,7 +326,7 @@ def test_a_run_that_has_gone_back_goes_on_from_latest(run: Run) -> None:
     said = "4 of 3 steps are done; the same command goes on after step 2, the newest training checkpoint in "
     assert how_to_go_on(again.options).startswith(said)
     events: list[Any] = []
-    again.tell = events.append
+    again.recipe.tell = events.append
     again.run()
     assert events[0] == {"message": f"going on after step 2 of {root.parent}", "resumed": 2}
     assert steps(again.options.out) == [1, 2, 3]
@@ -338,7 +342,7 @@ def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, mon
     seeded = random.Random
     monkeypatch.setattr(random, "Random", lambda seed: made.append(seed) or seeded(seed))
     loop = run(alternating(0), seed=77)
-    drawn = [index for place in range(0, 24, 4) for index in loop._draws._indices(place, 4)]
+    drawn = [index for place in range(0, 24, 4) for index in loop.recipe._draws._indices(place, 4)]
     first, second = drawn[:12], drawn[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
@@ -350,11 +354,10 @@ def test_the_order_of_responses_in_an_epoch_is_that_of_earlier_releases(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = run(alternating(0), samples=4, mini_batch=2, epochs=2, seed=3)
-    batch, _ = loop._estimate(loop._collect(2)[0])
+    batch, _ = loop.recipe._estimate(loop.recipe._collect(2)[0])
     orders: list[Any] = []
     monkeypatch.setattr(type(batch), "select", lambda self, rows: orders.append(rows) or self)
-    monkeypatch.setattr(Models, "update", lambda *_: {})
-    loop._learn(batch, 2)
+    list(loop.recipe.mini_batches(batch, 2))
     assert orders[4:] == [[2, 4], [5, 1], [7, 0], [3, 6]]
 
 
@@ -395,7 +398,7 @@ def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> N
     loop, critic = run(alternating(0), algorithm="ppo", keep=1), Saving(slow=True)
     common: list[set[int]] = []
     actor = Saving(slow=False, saved=lambda: common.append(set(actor.kept) & set(critic.kept)))
-    loop.models = Models(actor, critic)
+    loop.recipe.models = Models(actor, critic)
     for step in range(1, 5):
         loop._save(loop.options.out / "training", step)
     assert common == [set(), {1}, {2}, {3}]
@@ -404,16 +407,16 @@ def test_at_every_moment_the_models_have_a_checkpoint_of_one_step(run: Run) -> N
 def test_each_response_stands_behind_its_teachers_prompt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     hints = {"algorithm": "on-policy-distillation", "teacher.prompts": "hint", "samples": 2}
     loop = run(lambda *_: 1.0, **hints)
-    prompts = [replace(prompt, teacher=[9, number]) for number, prompt in enumerate(loop.checked_run.prompts)]
-    loop.checked_run, seen = replace(loop.checked_run, prompts=prompts), list[list[list[int]]]()
+    prompts = [replace(prompt, teacher=[9, number]) for number, prompt in enumerate(loop.recipe.checked_run.prompts)]
+    loop.recipe.checked_run, seen = replace(loop.recipe.checked_run, prompts=prompts), list[list[list[int]]]()
 
     def with_reference(models: Models, batch: Batch, options: TrainOptions, prompts: list[list[int]]) -> Batch:
         seen.append(prompts)
         return batch.with_fields(reference_log_probs=torch.zeros(batch.num_tokens))
 
     monkeypatch.setattr(Models, "with_reference", with_reference)
-    experience = loop._collect(1)[0]
-    loop._estimate(experience)
+    experience = loop.recipe._collect(1)[0]
+    loop.recipe._estimate(experience)
     assert [prompt.teacher for prompt in experience.prompts for _ in range(2)] == seen[0]
     for prompt, row, hint in zip(
         [prompt for prompt in experience.prompts for _ in range(2)], experience.batch.split(), seen[0], strict=True
@@ -427,11 +430,11 @@ def test_the_screen_shows_what_a_chat_asks_and_the_files_the_whole_prompt(run: R
     system, asked = {"role": "system", "content": "answer"}, {"role": "user", "content": "abc"}
     parts = {"role": "user", "content": [{"type": "image", "path": "blue.png"}, {"type": "text", "text": "which"}]}
     rows = [{"messages": [system, asked, {"role": "tool", "content": "x"}]}, {"messages": [parts]}]
-    loop.checked_run = replace(
-        loop.checked_run, prompts=[Prompt([5, 6, 7, 8], row, number) for number, row in enumerate(rows, start=1)]
+    loop.recipe.checked_run = replace(
+        loop.recipe.checked_run, prompts=[Prompt([5, 6, 7, 8], row, number) for number, row in enumerate(rows, start=1)]
     )
     events: list[Any] = []
-    loop.tell = events.append
+    loop.recipe.tell = events.append
     loop.run()
     (event,) = (event for event in events if "step" in event)
     shown = {sample["line"]: sample["prompt"] for sample in event["samples"]}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rl_models.api import Worker
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices
-from rl_train.loop import run
+from rl_train.loop import recipe_run, run
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.score import ScoreOptions, _score_on_rank
 from rl_train.options.options import TrainOptions
@@ -33,7 +33,7 @@ class NoModelError(Exception):
     ("function", "argument"),
     [
         (_score_on_rank, (ScoreOptions(Path("m"), device="cpu"), [[[1]]])),
-        (run._on_rank, (checked_run(device="cpu"),)),
+        (recipe_run._on_rank, (checked_run(device="cpu"), run._on_rank)),
     ],
     ids=["score", "train"],
 )
@@ -70,13 +70,13 @@ def test_only_the_first_rank_starts_the_rewards_and_ends_them(monkeypatch: pytes
     for rank in range(3):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         with pytest.raises(NoModelError):
-            run._on_rank(lambda event: None, checked_run(device="cpu"))
+            recipe_run._on_rank(lambda event: None, checked_run(device="cpu"), run._on_rank)
     assert said == ["exact-match starts", "ends"]
 
 
 def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(run, "run_on_ranks", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(recipe_run, "run_on_ranks", lambda *_, **options: given.update(options))
     run.train(checked_run(tmp_path, device="cpu", collective_timeout=7))
     assert given["collective_timeout"] == 7
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))

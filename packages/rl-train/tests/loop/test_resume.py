@@ -87,8 +87,8 @@ def test_changed_inputs_are_named(
     options = TrainOptions(**names, eval_prompts=Path("eval.jsonl"), reward="judge_of_resume:f")
 
     def inputs() -> Any:
-        rows = [read_prompts(path, options.model, 9) for path in (options.prompts, Path("eval.jsonl"))]
-        return inputs_of(options, *rows)
+        files = {"prompts": options.prompts, "evaluation.prompts": Path("eval.jsonl")}
+        return inputs_of(options, {name: read_prompts(file, options.model, 9) for name, file in files.items()})
 
     write_options(options, inputs())
     change()

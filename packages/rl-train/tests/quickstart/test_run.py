@@ -87,7 +87,7 @@ def test_without_matplotlib_the_page_has_the_rewards(tmp_path: Path, monkeypatch
     prepared = list[str]()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(run, "prepare", lambda *modules: prepared.extend(modules))
-    monkeypatch.setattr("rl_train.loop.run.run_on_ranks", ranks)
+    monkeypatch.setattr("rl_train.loop.recipe_run.run_on_ranks", ranks)
     monkeypatch.setattr(run, "_max_difference", lambda *_: 0.0)
     events: list[Mapping[str, Any]] = []
     page = tmp_path / "report.html"

@@ -20,8 +20,9 @@ from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.options.command import PANELS, OptionsCommand, given, takes_options
 from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
-from rl_train.options.options import DEVICE, TrainOptions
+from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
+from rl_train.options.run_options import DEVICE
 
 if typing.TYPE_CHECKING:
     from rl_train.loop.checked_run import CheckedRun  # takes seconds to import

@@ -260,7 +260,7 @@ def check_run(
         results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
         for message in ({"role": "user", "content": "."}, *results):
             TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
-    inputs = inputs_of(options, prompts, eval_prompts)
+    inputs = inputs_of(options, {"prompts": prompts, "evaluation.prompts": eval_prompts})
     changes = changed_inputs(options_as_given, inputs)
     num_dropped, schemas = dropped + eval_dropped, tuple(tools)
     return CheckedRun(

@@ -13,16 +13,16 @@ from typing import Any
 from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
 from rl_train.data.sources import read_json
-from rl_train.loop.resume import INPUTS as DIGESTS, check_options
-from rl_train.options.options import TrainOptions
+from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
+from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import PAGE, VERSIONS, versions
 from rl_train.report.lines import LINES, read_lines, replace_text
 from rl_train.report.loggers import names
 
 # Options whose paths a run reads, and reads again when it is resumed.
-INPUTS = ("model", "critic.model", "reference", "prompts", "evaluation.prompts")
+INPUTS = ("model", "critic.model", "reference", "prompts", "evaluation.prompts", "dataset", "evaluation.dataset")
 # The file of every run, and its keys.
-MARK, MARKS = "options.json", {"model", "algorithm"}
+MARK, MARKS = "options.json", {"model", "steps"}
 
 # The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
@@ -30,11 +30,11 @@ ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
 BEST = "best"
 
 
-def check_folder(options: TrainOptions) -> None:
+def check_folder(options: RunOptions) -> None:
     """Raise ValueError if the folder cannot take the results, holds other files, or contains an input."""
-    trained = _trained(options)
+    trained = options.trained
     adapters = [] if options.lora is None else [ADAPTERS[name] for name in trained]
-    further_checkpoints = [BEST] * options.evaluation.keep_best + adapters
+    further_checkpoints = [BEST] * options.keeps_best + adapters
     check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *further_checkpoints])
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
@@ -46,7 +46,7 @@ def check_folder(options: TrainOptions) -> None:
         try:
             earlier_options = read_json(options_file)
             if not (isinstance(earlier_options, dict) and earlier_options.keys() >= MARKS):
-                raise ValueError(f"{options_file} does not come from rl-train train")
+                raise ValueError(f"{options_file} does not come from rl-train")
         except ValueError as error:
             raise ValueError(f"{error}; remove it, or choose another out") from None
         check_options(options, earlier_options)
@@ -55,9 +55,9 @@ def check_folder(options: TrainOptions) -> None:
     _check_steps(options)
 
 
-def _check_steps(options: TrainOptions) -> None:
+def _check_steps(options: RunOptions) -> None:
     """Refuse fewer steps than are done, and a training checkpoint that cannot be opened."""
-    training, trained = options.out / "training", _trained(options)
+    training, trained = options.out / "training", options.trained
     step = newest_step(training, trained)
     if step > options.steps:
         raise ValueError(
@@ -86,12 +86,12 @@ def _work(folder: Path) -> str:
     return f"runs in {folder}"
 
 
-def _check_inputs(options: TrainOptions) -> None:
+def _check_inputs(options: RunOptions) -> None:
     """Refuse inputs that a result or a training checkpoint would replace."""
     for name in INPUTS:
-        if (input_path := options.value(name)) is None:
+        if name not in options.names() or (input_path := options.value(name)) is None:
             continue
-        for replaced in (options.out / result for result in ("actor", "critic", "training", BEST)):
+        for replaced in (options.out / result for result in ("critic", *options.trained, "training", BEST)):
             if input_path.resolve().is_relative_to(replaced.resolve()):
                 raise ValueError(
                     f"{name}={input_path} is in {replaced}, which the results of this run replace; choose another out "
@@ -99,24 +99,22 @@ def _check_inputs(options: TrainOptions) -> None:
                 )
 
 
-def write_options(options: TrainOptions, inputs: Mapping[str, Any] | None = None) -> None:
+def write_options(options: RunOptions, inputs: Mapping[str, Any] | None = None) -> None:
     """Create the folder and write the options of the run and the digests of its inputs, then its packages' versions."""
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, values in ((MARK, options.to_json() | {DIGESTS: inputs or {}}), (VERSIONS, versions())):
+    for name, values in (
+        (MARK, options.to_json() | {COMMAND: options.command, DIGESTS: inputs or {}}),
+        (VERSIONS, versions()),
+    ):
         replace_text(options.out / name, json.dumps(values, indent=2) + "\n")
 
 
-def _trained(options: TrainOptions) -> list[str]:
-    """Return the names of the models that learn; their folders have the same names."""
-    return ["actor", "critic"] if options.separate_critic else ["actor"]
-
-
 @contextmanager
-def saves_cleaned(options: TrainOptions) -> Iterator[None]:
+def saves_cleaned(options: RunOptions) -> Iterator[None]:
     """Remove the remains of interrupted saves, before and after the run inside; saves of living processes stay."""
 
     def clean() -> None:
-        for folder in (options.out, *(options.out / "training" / name for name in _trained(options))):
+        for folder in (options.out, *(options.out / "training" / name for name in options.trained)):
             remove_abandoned(folder.glob(".*.saving-*"))
 
     clean()
@@ -126,11 +124,11 @@ def saves_cleaned(options: TrainOptions) -> Iterator[None]:
         clean()
 
 
-def how_to_go_on(options: TrainOptions) -> str:
+def how_to_go_on(options: RunOptions) -> str:
     """Return a sentence about the steps that a stopped run has done, and the step at which the same command goes on."""
     done = read_lines(options.out / LINES[0])
     steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
-    saved = newest_step(options.out / "training", _trained(options))
+    saved = newest_step(options.out / "training", options.trained)
     if not saved:
         return f"{steps}, and {options.out} has no training checkpoint; the same command starts from the beginning"
     return f"{steps}; the same command goes on after step {saved}, the newest training checkpoint in {options.out}"

@@ -1,46 +1,18 @@
-"""`Loop`: generate, score, estimate and learn; evaluate and save at intervals; resume from the last checkpoint."""
+"""`Loop`: the steps of a run, its files and its training checkpoints; a `Recipe` says what it learns from."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from ckpt.training import saved_steps
-from parallel_layers.module import python_random
-from rl_models import Batch, losses
-from rl_train.engines.interface import VERSION, RolloutEngine
-from rl_train.loop.asking import Ask, asking
-from rl_train.loop.batches import mini_batches
-from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
-from rl_train.loop.evaluation import evaluate
-from rl_train.loop.experience import Experience
-from rl_train.loop.folder import ADAPTERS, BEST, newest_step
-from rl_train.loop.models import Models
-from rl_train.loop.objective import advantages
-from rl_train.loop.partial_rollouts import PartialRollouts
-from rl_train.loop.scoring import Scored, Scorer, question
-from rl_train.options.options import TrainOptions
+from rl_models import Batch
+from rl_train.loop.folder import ADAPTERS, newest_step
+from rl_train.loop.recipe import NothingToLearnError, Recipe
+from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
 from rl_train.report.terminal import counted
-from rl_train.rewards.function import Rewards
-from rl_train.trajectories.episodes import describe, episode_ids, select_episodes, sum_by_episode
-
-# Prompts of a step whose responses go to `samples.jsonl`.
-_SHOWN = 4
-
-
-class _NothingToLearnError(ValueError):
-    """`--equal-groups resample` found no prompt whose responses differ in score."""
 
 
 @dataclass
@@ -48,26 +20,14 @@ class Loop:
     """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
 
     Attributes:
-        checked_run, models: The options, the prompts and the models of the run.
-        rollouts: The engine that generates; its weights are those after `version` steps.
-        rewards: The rewards of the run; None on ranks where `once` does not call its function, and nothing is written.
-        once: Calls a function on one rank and returns its JSON value on all.
-        tell: Called with the metrics of every step and with messages.
+        options: The options of the run.
+        options_as_given: The options with the names of a hub, for loggers.
+        recipe: What the run learns from.
     """
 
-    checked_run: CheckedRun
-    models: Models
-    rollouts: RolloutEngine
-    rewards: Rewards | None
-    once: Callable[[Callable[[], Any]], Any]
-    tell: Callable[[Mapping[str, Any]], None]
-    _state: State = field(default=State(0, ()), init=False)
-    _seconds: dict[str, float] = field(default_factory=dict, init=False)
-    _best: float | None = field(default=None, init=False)
-    _said_equal: bool = field(default=False, init=False)
-    _sample: dict[str, str] = field(default_factory=dict, init=False)
-    _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _questions: dict[int, str | None] = field(default_factory=dict, init=False)
+    options: RunOptions
+    options_as_given: RunOptions
+    recipe: Recipe
 
     def run(self) -> dict[str, float]:
         """Run all steps that are left, save the result, and return the last step's metrics.
@@ -76,40 +36,38 @@ class Loop:
             ValueError: A number is not finite, the reward failed, or dynamic sampling found nothing to learn from; in
                 the last case the earlier steps are saved.
         """
-        options, training = self.options, self.options.out / "training"
+        options, recipe, training = self.options, self.recipe, self.options.out / "training"
         done = saved = self._resume(training)
-        metrics = Metrics(options.out, done=done) if self.writes else None
-        options_as_given = (self.checked_run.options_as_given or options).to_json()
-        loggers = Loggers(options.logger * self.writes, options.out, options_as_given, done, self._say)
+        metrics = Metrics(options.out, done=done) if recipe.writes else None
+        loggers = Loggers(
+            options.logger * recipe.writes, options.out, self.options_as_given.to_json(), done, recipe.say
+        )
         values = {} if metrics is None else metrics.last
-        nothing: _NothingToLearnError | None = None
+        nothing: NothingToLearnError | None = None
         try:
-            if self.checked_run.eval_prompts and not done:
-                values_of_start = self._evaluate(0)
+            if recipe.evaluation_interval and not done:
+                values_of_start = recipe.evaluate(0) | recipe.seconds
                 if metrics is not None:
-                    metrics.write(0, values_of_start | self._seconds)
-                loggers.write(0, values_of_start | self._seconds)
+                    metrics.write(0, values_of_start)
+                loggers.write(0, values_of_start)
             for step in range(done + 1, options.steps + 1):
-                self._seconds, self._shown = {}, []
+                recipe.seconds = {}
                 try:
                     values = self._step(step)
                 except FloatingPointError as error:
                     raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
-                except _NothingToLearnError as error:
+                except NothingToLearnError as error:
                     nothing = error
                     break
-                done, self._state = step, self._draws.state
-                if self.checked_run.eval_prompts and (step % options.evaluation.every == 0 or step == options.steps):
-                    values |= self._evaluate(step)
-                values |= self._seconds
+                done = step
+                if (interval := recipe.evaluation_interval) and (step % interval == 0 or step == options.steps):
+                    values |= recipe.evaluate(step)
+                values |= recipe.seconds
                 if metrics is not None:
-                    metrics.write(step, values, self._shown)
-                shown = self._shown if options.show_every and step % options.show_every == 0 else []
-                loggers.write(step, values, shown)
-                samples = [sample | {"prompt": self._questions[sample["line"]] or sample["prompt"]} for sample in shown]
-                self.tell(
-                    {"step": step, "sample": self._sample, "samples": samples, "nothing": self._said_equal, **values}
-                )
+                    metrics.write(step, values, recipe.samples)
+                samples, event = recipe.shown(step)
+                loggers.write(step, values, samples)
+                recipe.tell({"step": step, **event, **values})
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
                     saved = step
@@ -119,261 +77,58 @@ class Loop:
             raise nothing
         if options.save_every and saved < done:
             self._save(training, done)
-        self.tell({"phase": "saving"})
-        for name, model in self.models.trained.items():
+        recipe.tell({"phase": "saving"})
+        for name, model in recipe.trained.items():
             model.wait_for_save()
             model.save_pretrained(options.out / name)
             if options.lora is not None:
                 model.save_adapter(options.out / ADAPTERS[name])
         if nothing is not None:
-            saved_in = ", ".join(str(options.out / name) for name in self.models.trained)
+            saved_in = ", ".join(str(options.out / name) for name in recipe.trained)
             raise ValueError(
                 f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in "
                 f"{counted(done, 'step')} is saved in {saved_in}"
             )
         return values
 
-    @property
-    def writes(self) -> bool:
-        """Say whether this process writes the metrics."""
-        return self.rewards is not None
-
-    @property
-    def options(self) -> TrainOptions:
-        """Return the options of the run."""
-        return self.checked_run.options
-
-    @cached_property
-    def _draws(self) -> Draws:
-        rollouts = self.options.rollouts
-        kind = DrawsInFlight if rollouts.in_flight else PartialRollouts if rollouts.partial else Draws
-        return kind(self.checked_run, self.rollouts, self._ask, self.once)
-
-    @cached_property
-    def _ask(self) -> Ask:
-        return asking(self.checked_run, self.rollouts, self.rewards, self.once, self._say)
-
-    @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(self.checked_run, self.rewards, self.once, self._say)
-
-    def _say(self, message: str) -> None:
-        self.tell({"message": message})
-
     def _resume(self, training: Path) -> int:
         """Load the newest checkpoint that all models have; return the number of steps done."""
-        trained = self.models.trained
-        step = int(self.once(lambda: newest_step(training, trained)))
+        recipe = self.recipe
+        step = int(recipe.once(lambda: newest_step(training, recipe.trained)))
         if step:
-            checkpoints = [model.load_training(training / name, step=step) for name, model in trained.items()]
-            self._best = checkpoints[0].extra.get("best")
-            self.rollouts.update_weights(self.models.actor, step)
-            self._draws.resume(checkpoints[0].extra, training, step)
-            self.tell({"message": f"going on after step {step} of {training}", "resumed": step})
+            checkpoints = [model.load_training(training / name, step=step) for name, model in recipe.trained.items()]
+            recipe.resume(checkpoints[0].extra, training, step)
+            recipe.tell({"message": f"going on after step {step} of {training}", "resumed": step})
         return step
 
     def _save(self, training: Path, step: int) -> None:
-        self.tell({"phase": "saving"})
+        recipe = self.recipe
+        recipe.tell({"phase": "saving"})
         # Wait for pending saves before starting a new one: each model prunes its own checkpoints.
-        for model in self.models.trained.values():
+        for model in recipe.trained.values():
             model.wait_for_save()
         # With two models keep one more: a kill may come when only one of them has its newest checkpoint.
-        keep = self.options.keep + (self.models.critic is not None)
-        if self.options.rollouts.staleness:
-            self.once(lambda: self._state.save(training, step, saved_steps(training / "actor")))
-        extra = self._state.to_json() | ({} if self._best is None else {"best": self._best})
-        for name, model in self.models.trained.items():
+        keep = self.options.keep + len(recipe.trained) - 1
+        extra = recipe.state(training, step)
+        for name, model in recipe.trained.items():
             model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()
-        experience, values = self._collect(step)
-        self._say_if_equal(step, experience)
-        if experience.batch.mask.any():
-            with self._phase("estimating"):
-                batch, estimates = self._estimate(experience)
-                values |= estimates
-            if values.get("importance_rejected") == 1:
-                self._say(f"step {step}: importance sampling rejects all responses; look at --importance-*")
-            with self._phase("learning"):
+        batch, values = self.recipe.collect(step)
+        if batch is not None:
+            with self.recipe.phase("learning"):
                 values |= self._learn(batch, step)
-        with self._phase("generating"):
-            self._draws.wait(step)
-        with self._phase("syncing_weights"):
-            self.rollouts.update_weights(self.models.actor, step)
+        self.recipe.hand_over(step)
         seconds = time.monotonic() - began
         return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
 
-    def _say_if_equal(self, step: int, experience: Experience) -> None:
-        """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""
-        grouped = self.options.rule.groups
-        scores = experience.scores if len(experience.scores) else experience.scored.scores
-        equal = not bool(experience.differs.any()) if grouped else bool(scores.min() == scores.max())
-        if equal and not self._said_equal:
-            what = "the responses to each prompt have equal rewards" if grouped else "all rewards are equal"
-            self._say(
-                f"step {step}: {what} (their mean is {float(scores.mean()):g}), so the policy learns nothing from "
-                "them; look at the reward, or draw more responses"
-            )
-        self._said_equal = equal
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Tell of the phase, and add the time inside to `seconds_<name>` of the step."""
-        self.tell({"phase": name})
-        began = time.monotonic()
-        yield
-        key = f"seconds_{name}"
-        self._seconds[key] = self._seconds.get(key, 0.0) + time.monotonic() - began
-
-    def _collect(self, step: int) -> tuple[Experience, dict[str, float]]:
-        """Draw responses to a step's prompts, and describe all of them.
-
-        Unless `--equal-groups` is keep, the returned responses answer only prompts whose responses differ in score; the
-        metrics describe the discarded responses, too.
-        """
-        options, num_wanted = self.options, self.options.prompts_per_step
-        drawn = [self._scored(partial(self._draws.take, step))]
-        if options.equal_groups == "keep":
-            experience = self._joined(drawn)
-            return experience, self._describe(experience)
-        # Compare the scores without the length penalty, which would make equal responses differ.
-        kept = [drawn[0].informative()]
-        max_batches = options.max_batches if options.equal_groups == "resample" else 1
-        while (num_missing := num_wanted - sum(len(draw.scores) for draw in kept)) > 0 and len(drawn) < max_batches:
-            drawn.append(self._scored(partial(self._draws.more, num_missing)))
-            kept.append(drawn[-1].informative())
-        experience = self._joined(kept)
-        prompts = sum(len(draw.scores) for draw in drawn)
-        if options.equal_groups == "resample" and num_missing > 0:
-            if num_missing == num_wanted:
-                raise _NothingToLearnError(
-                    f"all responses to each of {prompts} prompts scored the same: there is nothing for "
-                    f"{options.algorithm} to learn; look at the reward, or draw more samples"
-                )
-            few = f"only {num_wanted - num_missing} of {num_wanted} prompts have responses that differ in reward"
-            tried = f"after {len(drawn)} batches (--max-batches)"
-            self._say(f"step {step}: {few}, {tried}; the step learns from these")
-        metrics = self._describe(self._joined(drawn)) | {
-            "batches_drawn": len(drawn),
-            "prompts_dropped": prompts - len(experience.scores),
-            "responses_kept": experience.scores.numel(),
-        }
-        if len(experience.batch):
-            metrics["reward_kept"] = float(experience.scores.mean())
-        return experience, metrics
-
-    def _joined(self, draws: Sequence[Experience]) -> Experience:
-        """Join the responses of several batches, and add the penalty for length to their scores."""
-        options = self.options
-        batch = Batch.concatenate([draw.batch for draw in draws])
-        scores = torch.cat([draw.scores for draw in draws])
-        if buffer := options.rewards.overlong_buffer:
-            lengths = sum_by_episode(batch, batch.masked_counts)
-            penalty = losses.overlong_penalty(lengths, max_length=options.sampling.max_new_tokens, buffer=buffer)
-            scores = scores + penalty.view_as(scores)
-        scored = Scored.concatenate([draw.scored for draw in draws])
-        return Experience([prompt for draw in draws for prompt in draw.prompts], batch, scores, scored)
-
-    def _describe(self, drawn: Experience) -> dict[str, float]:
-        """Return the metrics of all responses that a step has drawn."""
-        batch, scores, versions = drawn.batch, drawn.scores, drawn.batch[VERSION][drawn.batch.mask]
-        values = {
-            "reward": float(scores.mean()),
-            "reward_std": float(scores.std(correction=0)),
-            "reward_min": float(scores.min()),
-            "reward_max": float(scores.max()),
-            "response_length": int(batch.mask.sum()) / scores.numel(),
-            "truncated": sum(self._scorer.truncated(batch)) / scores.numel(),
-            "responses": scores.numel(),
-            "tokens": batch.num_tokens,
-            **(self._staleness(versions) if len(versions) else {}),
-            **describe(batch),
-        }
-        if self.options.samples > 1:
-            values["frac_reward_zero_std"] = float((~drawn.differs).float().mean())
-        return values | drawn.scored.describe(counts_errors=self.options.rewards.errors == "zero")
-
-    def _staleness(self, versions: Tensor) -> dict[str, float]:
-        """Return the oldest of the versions that drew tokens `[T]`, and how many versions behind the tokens are."""
-        ages = self.rollouts.version - versions
-        values: dict[str, float] = {"rollout_version": int(versions.min()), "staleness": int(ages.max())}
-        if self.options.rollouts.staleness:
-            values |= {"staleness_mean": float(ages.double().mean()), "staleness_min": int(ages.min())}
-            counts = torch.bincount(ages, minlength=1 + self.options.rollouts.staleness).tolist()
-            values |= {f"staleness_share@{number}": count / len(versions) for number, count in enumerate(counts)}
-        return values
-
-    def _scored(self, draw: Callable[[], Drawn]) -> Experience:
-        """Draw responses and score them."""
-        with self._phase("generating"):
-            drawn = draw()
-        batch = drawn.batch
-        asked = [prompt for prompt in drawn.prompts for _ in range(self.options.samples)]
-        if self.writes:
-            ((prompt, response),) = self._scorer.as_read(asked[:1], batch.select([0]))
-            self._sample = {"prompt": question(asked[0].row) or str(prompt), "response": str(response)}
-        with self._phase("scoring"):
-            scored = self._scorer(self.options.prompts, asked, batch)
-        scores = scored.scores.view(len(drawn.prompts), -1)
-        if self.writes and not self._shown:
-            self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
-            self._questions = {prompt.line: question(prompt.row) for prompt in drawn.prompts[:_SHOWN]}
-        return Experience(drawn.prompts, batch, scores, scored)
-
-    def _estimate(self, experience: Experience) -> tuple[Batch, dict[str, float]]:
-        """Add the fields that the losses read, and measure how far the policy is from the one that drew the tokens."""
-        options, models, ids = self.options, self.models, episode_ids(experience.batch)
-        acted = experience.batch.masked_counts > 0  # a program may end without a call of the policy
-        batch = experience.batch.select(acted.nonzero().flatten())
-        groups, scores = (ids // options.samples)[acted], experience.scores.flatten()[ids][acted]
-        if options.groups_on_one_rank:
-            batch = batch.with_fields(group=groups[batch.sequence_ids])
-        batch = models.estimate(batch, options)
-        old = batch["old_log_probs"]
-        # The engine's `log_probs` of a batch come from the weights that drew the tokens.
-        values = losses.rollout_mismatch(old, batch["log_probs"], batch.mask)
-        if (bounds := options.objective.importance).cap is not None:
-            importance = losses.importance_weights(
-                old, batch["log_probs"], batch.mask, batch.lengths, **bounds.model_dump()
-            )
-            batch, values = batch.with_fields(importance_weights=importance.weights), values | importance.metrics
-        if options.has_reference:
-            prompts = [experience.prompts[number].teacher or [] for number in groups.tolist()]
-            batch = models.with_reference(batch, options, prompts if options.teacher.prompts else None)
-        if (reference := batch.fields.get("reference_log_probs")) is not None:
-            values["kl"] = float(losses.kl_penalty(old, reference, "k3")[batch.mask].mean())
-        estimates = advantages(options, batch, scores, groups)
-        return batch.with_fields(**estimates), values
-
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
-        """Learn from a step's responses, and return the means of the metrics of all updates."""
-        options, models = self.options, self.models
+        """Learn from a step's batch, and return the means of the metrics of all updates."""
         updates, sums = 0, dict[str, float]()
-        for epoch in range(options.epochs):
-            order = episode_ids(batch).unique().tolist()
-            if options.mini_batch and options.mini_batch < options.batch:
-                python_random(options.seed, step, epoch).shuffle(order)
-            for start, end in mini_batches(len(order), options.batch, options.mini_batch or options.batch):
-                mini_batch = select_episodes(batch, order[start:end])
-                for name, value in models.update(mini_batch, options).items():
-                    sums[name] = sums.get(name, 0.0) + value
-                updates += 1
-                self.tell({"count": "updates", "done": updates, "total": options.updates_per_step})
+        for mini_batch in self.recipe.mini_batches(batch, step):
+            for name, value in self.recipe.update(mini_batch).items():
+                sums[name] = sums.get(name, 0.0) + value
+            updates += 1
+            self.recipe.tell({"count": "updates", "done": updates, "total": self.options.updates_per_step})
         return {name: total / updates for name, total in sums.items()}
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """Return the metrics of the evaluation after a step; with `--evaluation.keep-best` save the best policy."""
-        options = self.options
-        with self._phase("evaluating"):
-            values = evaluate(self.checked_run, self._ask, self._scorer)
-        reward, before = values["eval/reward"], self._best
-        if step == 0:
-            self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
-        if options.evaluation.keep_best and (before is None or reward > before):
-            self._best = reward
-            if step:  # at step 0 the best policy is the given model
-                self.models.actor.wait_for_save()
-                self.models.actor.save_pretrained(options.out / BEST)
-                self._say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")
-        return values

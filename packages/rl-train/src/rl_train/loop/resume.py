@@ -8,17 +8,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rl_train.data.prompts import Prompt
 from rl_train.data.sources import read_json
 from rl_train.options.fields import as_text
 from rl_train.options.names import of_earlier_runs
-from rl_train.options.options import TrainOptions
+from rl_train.options.run_options import RunOptions
 from rl_train.rewards.function import parse_rewards
 
-# The key of `inputs_of` in `options.json`.
-INPUTS = "inputs"
+# The keys of the command and of `inputs_of` in `options.json`.
+COMMAND, INPUTS = "command", "inputs"
 
 # Files of a checkpoint folder that a run reads.
 _FILES = (".json", ".jinja", ".model", ".safetensors")
@@ -28,8 +27,19 @@ _BLOCKS, _BLOCK = 16, 65536
 _MODULES = ("reward", "environment", "agent", "objective.advantages", "objective.loss", "rollouts.engine")
 
 
-def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
+class Row(Protocol):
+    """A row of a run's data: its tokens, and its columns."""
+
+    @property
+    def tokens(self) -> Sequence[Any]: ...  # noqa: D102
+    @property
+    def row(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+
+def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
     """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
+    if (command := before.get(COMMAND, "train")) != options.command:
+        raise ValueError(f"{options.out} holds a run of rl-train {command}; choose another out for {options.command}")
     earlier, now = of_earlier_runs(before, options.names()), options.to_json()
     for option in options.leaves():
         name = option.name
@@ -42,9 +52,7 @@ def check_options(options: TrainOptions, before: Mapping[str, Any]) -> None:
             )
 
 
-def inputs_of(
-    options: TrainOptions, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]
-) -> dict[str, dict[str, Any]]:
+def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
     """Return a count and a digest of each option's input, by the name of the option.
 
     The digest of prompts covers their tokens and rows. The digest of a checkpoint covers its files, large files by
@@ -52,28 +60,27 @@ def inputs_of(
 
     Args:
         options: The options, with names of a hub as folders.
-        prompts, eval_prompts: The rows of the run.
+        rows: The rows of the run, by the option that names their file.
     """
-    rows = {"prompts": prompts, "evaluation.prompts": eval_prompts}
     digests = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
     for name in ("model", "critic.model", "reference"):
-        if (folder := options.value(name)) is not None:
+        if name in options.names() and (folder := options.value(name)) is not None:
             files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
             digests[name] = _counted("files", map(_file, files))
     for name in _MODULES:
-        if files := list(_modules(options, name)):
+        if name in options.names() and (files := list(_modules(options, name))):
             digests[name] = _counted("files", (file.read_bytes() for file in files))
     return digests
 
 
-def changed_inputs(options: TrainOptions, inputs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def changed_inputs(options: RunOptions, inputs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the inputs that have changed since the run in `options.out` began, if it goes on from a checkpoint.
 
     Raises:
         ValueError: Something has changed, and `options.accept_changes` is not given.
     """
     file = options.out / "options.json"
-    if not file.is_file() or not (options.out / "training" / "actor" / "latest").is_file():
+    if not file.is_file() or not (options.out / "training" / options.trained[0] / "latest").is_file():
         return []
     before, now = of_earlier_runs(read_json(file), options.names()), options.to_json()
     earlier = of_earlier_runs(before.get(INPUTS, {}), options.names())
@@ -101,8 +108,8 @@ def _counted(noun: str, contents: Iterable[bytes]) -> dict[str, Any]:
     return {noun: count, "digest": digest.hexdigest()}
 
 
-def _row(prompt: Prompt) -> bytes:
-    return json.dumps([prompt.tokens, prompt.row], skipkeys=True, default=_plain).encode()
+def _row(row: Row) -> bytes:
+    return json.dumps([row.tokens, row.row], skipkeys=True, default=_plain).encode()
 
 
 def _plain(value: Any) -> str:
@@ -128,7 +135,7 @@ def _file(path: Path) -> bytes:
     return b"".join(blocks)
 
 
-def _modules(options: TrainOptions, name: str) -> Iterator[Path]:
+def _modules(options: RunOptions, name: str) -> Iterator[Path]:
     """Yield the files of the user's modules that an option names."""
     text = options.value(name) or ""
     if name == "reward":

@@ -9,16 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
 import ckpt
-from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
 from rl_models import Actor, Critic, Policy
-from rl_models.api import ModelCalls, WholeBatches, Worker
+from rl_models.api import WholeBatches, Worker
 from rl_models.backends import BACKENDS
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ranks import EngineOnRanks
@@ -35,15 +30,13 @@ from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.engines.vllm_server import VllmServer
 from rl_train.loop.checked_run import CheckedRun, policy_kind
-from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
-from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.models import Models
-from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.loop.recipe_run import LocalRank, Make, ModelMaker, on_ranks, run_recipe
+from rl_train.loop.reinforcement import Reinforcement
 from rl_train.options.fields import device_ids
 from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
-from rl_train.report.html_report import write_page
 from rl_train.report.terminal import Counts
 from rl_train.rewards.function import Rewards
 from rl_train.weight_sync.buckets import WeightFormat
@@ -63,62 +56,22 @@ def train(checked_run: CheckedRun, on_event: Callable[[Event], None] = lambda ev
         ValueError: Another process runs in the folder, the reward or its module fails, or a backend does not offer the
             model. Or dynamic sampling finds nothing to learn from; the earlier steps are saved.
     """
-    with locked(checked_run.options.out):
-        check_folder(checked_run.options_as_given or checked_run.options)  # another run may have ended there meanwhile
-        return train_in_place(checked_run, on_event)
+    return run_recipe(checked_run, on_event, _run)
 
 
 def train_in_place(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     """Train as `train` does, in a folder that the caller has locked."""
-    options = checked_run.options
-    write_options(checked_run.options_as_given or options, checked_run.inputs)
-    for change in checked_run.changes:
-        on_event({"message": f"going on with other inputs: {change}"})
-
-    def follow(event: Event) -> None:
-        on_event(event)
-        if "eval/reward" in event:
-            write_page(options.out)
-
-    with saves_cleaned(options):
-        try:
-            return _on_ray(checked_run, follow) if options.ray else _on_ranks(checked_run, follow)
-        finally:
-            write_page(options.out)
+    return run_recipe(checked_run, on_event, _run, lock=False)
 
 
-def _on_ranks(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
-    """Run the loop on ranks of this machine."""
-    options = checked_run.options
-    prepare(__name__, *slow_imports(options.grid))
-    devices = Devices.find(options.device)
-    on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
-    ranks = options.grid.world_size
-    result: dict[str, float] = run_on_ranks(
-        _on_rank, ranks, checked_run, devices=devices, on_event=on_event, collective_timeout=options.collective_timeout
-    )
-    return result
-
-
-# (class, checkpoint folder, arguments of `from_pretrained`) -> one model of a run.
-Make = Callable[[type[Worker], Path, dict[str, Any]], ModelCalls]
+def _run(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
+    if checked_run.options.ray:
+        return _on_ray(checked_run, on_event)
+    return on_ranks(checked_run, on_event, recipe_of=_on_rank)
 
 
 def _models(options: TrainOptions, make: Make) -> Models:
-    swapper = ModelSwapper()
-
-    def model(kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any) -> ModelCalls:
-        arguments = {
-            **vars(engine_options(options, grid, kind.role)),
-            **changes,
-            "backend": options.backend,
-            "dims": grid,
-            "max_tokens_per_micro_batch": options.max_tokens,
-            "optimizer": optimizer_options(options, learning_rate),
-        }
-        worker = make(kind, path, arguments)
-        return swapper.add(worker) if options.offload else worker
-
+    model = ModelMaker(options, make)
     actor = model(policy_kind(options), options.model, options.grid, options.optimizer.learning_rate)
     critic = reference = None
     if options.separate_critic:
@@ -158,41 +111,30 @@ def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     return make_engine(options.rollouts.engine, actor, options)
 
 
-def _on_rank(send: Callable[[Event], None], checked_run: CheckedRun) -> dict[str, float]:
-    """Run the loop on one of the ranks that all run it."""
-    first = dist.get_rank() == 0
-    with ExitStack() as stack:
-        # Start the rewards before the models, to report an error in a reward's module early.
-        rewards = stack.enter_context(closing(Rewards(checked_run.options))) if first else None
-        tell = send if first else lambda event: None
-        counts = Counts(tell)
-        if rewards is not None:
-            rewards.progress = counts
-        tell({"phase": "loading"})
-        device = Devices.find(checked_run.options.device).current
+def _on_rank(rank: LocalRank[CheckedRun]) -> Reinforcement:
+    """Return the recipe on one of the ranks that all run it."""
+    checked_run, stack, tell = rank.checked_run, rank.stack, rank.tell
+    # Start the rewards before the models, to report an error in a reward's module early.
+    rewards = stack.enter_context(closing(Rewards(checked_run.options))) if rank.first else None
+    if rewards is not None:
+        rewards.progress = rank.counts
+    tell({"phase": "loading"})
 
-        workers: list[Worker] = []
+    def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
+        if kind is Critic and _shares_base(checked_run.options):
+            names_of_critic = ("lora", "optimizer", "max_tokens_per_micro_batch")
+            critic = Critic.sharing_base(rank.workers[0], **{name: arguments[name] for name in names_of_critic})
+            return rank.add(critic)
+        return rank.make(kind, path, arguments)
 
-        def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
-            worker: Worker
-            if kind is Critic and _shares_base(checked_run.options):
-                names_of_critic = ("lora", "optimizer", "max_tokens_per_micro_batch")
-                worker = Critic.sharing_base(workers[0], **{name: arguments[name] for name in names_of_critic})
-            else:
-                worker = kind.from_pretrained(path, device=device, **arguments)
-            workers.append(worker)
-            worker.engine.progress = counts
-            return WholeBatches(worker)
-
-        models = _models(checked_run.options, make)
-        once = partial(_from_first, group=workers[0].grid.everyone)
-        if checked_run.options.teacher.engine is not None:
-            tell({"phase": "starting the teacher"})
-            teacher = TeacherEngine(partial(_teacher, checked_run), workers[0].grid.everyone)
-            models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
-        tell({"phase": "starting the rollouts"})
-        rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
-        return Loop(checked_run, models, rollouts, rewards, once, tell).run()
+    models = _models(checked_run.options, make)
+    if checked_run.options.teacher.engine is not None:
+        tell({"phase": "starting the teacher"})
+        teacher = TeacherEngine(partial(_teacher, checked_run), rank.workers[0].grid.everyone)
+        models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
+    tell({"phase": "starting the rollouts"})
+    rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
+    return Reinforcement(rank.once, tell, rank.first, checked_run, models, rollouts, rewards)
 
 
 def _shares_base(options: TrainOptions) -> bool:
@@ -337,9 +279,5 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
                 tell=lambda text: on_event({"message": text}),
             )
             rollouts = stack.enter_context(closing(engine))
-        return Loop(checked_run, models, rollouts, rewards, lambda make: make(), on_event).run()
-
-
-def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
-    """Call `make` on the first rank alone; return its JSON value, or raise its error, on every rank."""
-    return all_gather_json(agree_on_first(make, group), group)[0]
+        recipe = Reinforcement(lambda make: make(), on_event, True, checked_run, models, rollouts, rewards)
+        return Loop(options, checked_run.options_as_given or options, recipe).run()

@@ -16,6 +16,7 @@ from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.fields import device_ids
 from rl_train.options.options import TrainOptions
+from rl_train.options.run_options import RunOptions
 
 
 def check(options: TrainOptions) -> None:
@@ -244,7 +245,7 @@ def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
         yield f"rollouts={rollouts.engine} streams the policy's weights from the devices; leave offload out"
 
 
-def engine_options(options: TrainOptions, grid: ParallelDims, role: Role = "causal_lm") -> BackendOptions:
+def engine_options(options: RunOptions, grid: ParallelDims, role: Role = "causal_lm") -> BackendOptions:
     """Return the engine options of a model in a role, on the policy's grid or on the critic's own grid."""
     engine = options.engine
     if engine.dtype is torch.float16 and options.backend != "megatron":
@@ -279,7 +280,7 @@ def cache_options(options: TrainOptions, longest: int, eval_prompts: int) -> Cac
     )
 
 
-def optimizer_options(options: TrainOptions, learning_rate: float) -> OptimizerOptions:
+def optimizer_options(options: RunOptions, learning_rate: float) -> OptimizerOptions:
     """Return the optimizer of the policy or the critic; its schedule counts optimizer steps, not steps of the run."""
     schedule = options.optimizer.schedule
     names = ("warmup_steps", "total_steps", "decay_steps")

@@ -10,7 +10,7 @@ from parallel_models import EngineOptions, OptimizerOptions
 from rl_train.options.fields import Count, CountOrZero, Folder, Number, Positive, Text
 from rl_train.options.groups import CacheLimits
 from rl_train.options.nested import Nested, Options
-from rl_train.options.options import STEP_OF_OPTIMIZER
+from rl_train.options.run_options import STEP_OF_OPTIMIZER
 
 
 class PlanOptions(Options):

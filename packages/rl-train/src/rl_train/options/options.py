@@ -5,14 +5,11 @@ Options of the packages below are the fields of their dataclasses; see `Nested`.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from parallel_layers.model import LoraOptions
-from parallel_models import OptimizerOptions, SamplingOptions
-from rl_models.backends import BackendOptions
+from parallel_models import SamplingOptions
 from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS, Algorithm
 from rl_train.options.fields import (
@@ -37,22 +34,16 @@ from rl_train.options.groups import (
     RolloutOptions,
     TeacherOptions,
 )
-from rl_train.options.nested import Nested, Options
+from rl_train.options.nested import Nested
+from rl_train.options.run_options import RunOptions
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
 
-# Help texts that several commands share.
-DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
-
-LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanoseconds in 64 bits
-
 # Options that have the algorithm's value where they are left out.
 OF_THE_ALGORITHM = ["samples", "equal_groups", "objective.advantages", "objective.loss", "objective.clip_low"]
 OF_THE_ALGORITHM += ["objective.clip_high", "objective.aggregation", "objective.kl_estimator"]
-# Options of the optimizer that need no memory.
-STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum")
 
 
 def _text_of_numbers(text: str) -> str:
@@ -60,14 +51,14 @@ def _text_of_numbers(text: str) -> str:
     return text
 
 
-class TrainOptions(Options):
+class TrainOptions(RunOptions):
     """All options of a training run; the text below an option is its help text.
 
     Each value is checked by itself; `rl_train.options.derived.check` checks them together.
     """
 
-    model: Folder
-    """Checkpoint folder of the initial policy, or its name on a hub: organisation/name[@revision]."""
+    command: ClassVar[str] = "train"
+
     prompts: Folder
     """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a datasets folder, organisation/name:FILES."""
     environment: Text | None = None
@@ -78,10 +69,6 @@ class TrainOptions(Options):
     """Agent as a command, with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as a JSON line on standard input."""
     reward: Annotated[Text, Repeats]
     """Rewards: exact-match, number-match, math-verify, regex or module:function; with commas, as name=reward@weight."""
-    out: Free[Folder] = Path("run")
-    """Folder for the metrics, the training checkpoints and the result."""
-    accept_changes: Free[bool] = False
-    """Resume a run although rows, models or modules of the user have changed since it began."""
     algorithm: Literal[
         "ppo", "grpo", "rloo", "reinforce++", "dr-grpo", "cispo", "sapo", "gspo", "dapo", "on-policy-distillation"
     ] = "grpo"
@@ -90,8 +77,6 @@ class TrainOptions(Options):
     """Checkpoint folder of the reference of the KL penalty (default: the policy's folder), or of the teacher."""
     reference_dims: Free[Text | None] = None
     """Grid of the reference or teacher, with as many ranks as the policy's grid (default: the policy's grid)."""
-    steps: Free[Count] = 100
-    """Number of steps; each step generates, scores and learns."""
     prompts_per_step: Count = 64
     """Number of prompts in a step."""
     samples: Count = LEFT_OUT
@@ -106,46 +91,18 @@ class TrainOptions(Options):
     """Number of responses in one optimizer step (default: all responses of the step)."""
     stop_ids: Annotated[Text, AfterValidator(_text_of_numbers)] | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
-    seed: int = 0
-    """Seed of the order of the prompts and of sampling."""
 
-    dims: Free[Text] = ""
-    """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
-    backend: Free[Text] = "parallel"
-    """Backend of the models: parallel, transformers or megatron."""
     ray: Free[bool] = False
     """Run on the Ray cluster at RAY_ADDRESS, or on a local one."""
-    device: Free[Text | None] = Field(default=None, description=DEVICE)
-    collective_timeout: Free[int] = Field(default=1800, ge=1, le=LONGEST_TIMEOUT)
-    """Seconds that ranks wait for each other; all rewards of a step must end within this time."""
-    max_tokens: Free[Count] = 16384
-    """Maximum number of tokens in a micro-batch (one forward pass)."""
-    offload: Free[bool] = False
-    """Keep one model on the devices and offload the others to host memory."""
     groups_on_one_rank: Free[bool] = False
     """Score and learn from all responses to a prompt on one data-parallel rank, in the batch's field `group`."""
-    save_every: Free[CountOrZero] = 20
-    """Number of steps between training checkpoints (0: no checkpoints)."""
-    keep: Free[Count] = 2
-    """Number of newest training checkpoints to keep."""
     show_every: Free[CountOrZero] = 10
     """Number of steps between samples on the screen and in the loggers (0: none)."""
-    logger: Free[Annotated[Text, Repeats]] = ""
-    """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (each installed by pip) or module:Class."""
 
     data: DataOptions = Field(default_factory=DataOptions)
     rewards: RewardOptions = Field(default_factory=RewardOptions)
     agents: AgentOptions = Field(default_factory=AgentOptions)
     critic: CriticOptions = Field(default_factory=CriticOptions)
-    engine: Free[
-        Annotated[
-            BackendOptions,
-            Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses", "num_labels")),
-        ]
-    ] = Field(default_factory=BackendOptions)
-    optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
-        Field(default_factory=OptimizerOptions)
-    )
     sampling: Annotated[
         SamplingOptions, Nested(SamplingOptions, hidden=("max_length", "n", "stop_ids", "seed"), max_new_tokens=256)
     ] = Field(default_factory=lambda: SamplingOptions(max_new_tokens=256))
@@ -167,12 +124,7 @@ class TrainOptions(Options):
         if (rule := ALGORITHMS.get(str(values.get("algorithm", cls.model_fields["algorithm"].default)))) is not None:
             left_out = [name for name in OF_THE_ALGORITHM if name.partition(".")[0] not in values]
             values = {name: getattr(rule, name.rpartition(".")[2]) for name in left_out} | values
-        if values.get("optimizer.schedule.kind", "constant") not in ("constant", "inverse-sqrt"):
-            steps = values.get("steps", cls.model_fields["steps"].default)
-            values["optimizer.schedule.total_steps"] = steps if isinstance(steps, int) else 1
-        if any(name.startswith("engine.lora.") for name in values):
-            values["engine.lora.seed"] = values.get("seed", cls.model_fields["seed"].default)
-        return values
+        return super().filled(values)
 
     @property
     def rule(self) -> Algorithm:
@@ -189,17 +141,6 @@ class TrainOptions(Options):
         """Say whether agents draw from the policy."""
         return self.agent is not None or self.agent_command is not None
 
-    def grid_of(self, dims: str | None) -> ParallelDims:
-        """Return the sizes of a model's grid; None: of the policy's grid."""
-        from parallel_layers import ParallelDims
-
-        return ParallelDims.parse(self.dims if dims is None else dims)
-
-    @property
-    def grid(self) -> ParallelDims:
-        """Return the sizes of the policy's grid."""
-        return self.grid_of(None)
-
     @property
     def critic_grid(self) -> ParallelDims:
         """Return the sizes of the critic's grid."""
@@ -209,6 +150,16 @@ class TrainOptions(Options):
     def separate_critic(self) -> bool:
         """Say whether the critic is a separate model."""
         return self.rule.critic and not self.critic.share_backbone
+
+    @property
+    def trained(self) -> list[str]:
+        """Return the names of the models that learn; their folders have the same names."""
+        return ["actor", "critic"] if self.separate_critic else ["actor"]
+
+    @property
+    def keeps_best(self) -> bool:
+        """Say whether the run keeps the checkpoint of its best evaluation."""
+        return self.evaluation.keep_best
 
     @property
     def has_reference(self) -> bool:
@@ -230,13 +181,6 @@ class TrainOptions(Options):
     def updates_per_step(self) -> int:
         """Return the number of optimizer steps of a step."""
         return self.epochs * -(-self.batch // (self.mini_batch or self.batch))
-
-    @property
-    def lora(self) -> LoraOptions | None:
-        """Return the options of the adapters; None: all weights are trained."""
-        lora = self.engine.lora
-        assert lora is None or isinstance(lora, LoraOptions)
-        return lora
 
     @property
     def stops(self) -> tuple[int, ...] | None:

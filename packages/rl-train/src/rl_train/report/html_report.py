@@ -72,7 +72,7 @@ def write_page(folder: Path) -> Path:
     metrics, samples = (read_lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))
     content = {
         "name": folder.resolve().name,
-        "subtitle": f"{options['algorithm']} of {options['model']}, rewarded by {options['reward']}",
+        "subtitle": _subtitle(options),
         "tiles": _tiles(options, metrics),
         "metrics": _of_steps(metrics, MOST_STEPS),
         **_charts(metrics),
@@ -85,6 +85,11 @@ def write_page(folder: Path) -> Path:
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     replace_text(folder / PAGE, page.replace("RUN", text, 1))
     return folder / PAGE
+
+
+def _subtitle(options: Mapping[str, Any]) -> str:
+    source = f"rewarded by {options['reward']}" if "reward" in options else f"on {options['dataset']}"
+    return f"{options.get('algorithm') or options['command']} of {options['model']}, {source}"
 
 
 def missing_plots() -> str | None:

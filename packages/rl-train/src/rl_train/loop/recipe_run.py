@@ -1,0 +1,162 @@
+"""`run_recipe`: run the loop of a recipe in the folder of a run, on ranks of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ckpt.transfer import agree_on_first, all_gather_json
+from parallel_layers import ParallelDims
+from rl_models.api import ModelCalls, WholeBatches, Worker
+from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
+from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
+from rl_train.loop.loop import Loop
+from rl_train.loop.model_swapper import ModelSwapper
+from rl_train.loop.recipe import Recipe, Tell
+from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.run_options import RunOptions
+from rl_train.report.html_report import write_page
+from rl_train.report.terminal import Counts
+
+Kind = TypeVar("Kind", bound=RunOptions, covariant=True)
+
+
+class Checked(Protocol[Kind]):
+    """What every checked run has; see `rl_train.loop.checked_run.CheckedRun`."""
+
+    @property
+    def options(self) -> Kind: ...  # noqa: D102
+    @property
+    def options_as_given(self) -> Kind | None: ...  # noqa: D102
+    @property
+    def inputs(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def changes(self) -> Sequence[str]: ...  # noqa: D102
+
+
+Run = TypeVar("Run", bound=Checked[RunOptions])
+# (class, checkpoint folder, arguments of `from_pretrained`) -> one model of a run.
+Make = Callable[[type[Worker], Path, dict[str, Any]], ModelCalls]
+
+
+def run_recipe(
+    checked_run: Run, on_event: Tell, run: Callable[[Run, Tell], dict[str, float]], *, lock: bool = True
+) -> dict[str, float]:
+    """Call `run` in the folder of the run, and write the options before it and the page during and after it.
+
+    Args:
+        checked_run: The run.
+        on_event: Called with the events of the run.
+        run: Runs the loop with a function for events, and returns the metrics of the last step.
+        lock: Whether to lock the folder, and check it again; False if the caller holds the lock.
+    """
+    options = checked_run.options
+    options_as_given = checked_run.options_as_given or options
+    with ExitStack() as stack:
+        if lock:
+            stack.enter_context(locked(options.out))
+            check_folder(options_as_given)  # another run may have ended there meanwhile
+        write_options(options_as_given, checked_run.inputs)
+        for change in checked_run.changes:
+            on_event({"message": f"going on with other inputs: {change}"})
+
+        def follow(event: Mapping[str, Any]) -> None:
+            on_event(event)
+            if any(name.startswith("eval/") for name in event):
+                write_page(options.out)
+
+        stack.enter_context(saves_cleaned(options))
+        stack.callback(write_page, options.out)
+        return run(checked_run, follow)
+
+
+class LocalRank(Generic[Run]):
+    """One of the ranks of this machine that run a recipe.
+
+    Attributes:
+        checked_run: The run.
+        stack: Closes what the recipe opens when the run ends.
+        first: Whether this is the first rank, which writes and tells.
+        tell: Tells of events; on other ranks it does nothing.
+        counts: Tells of counts.
+        workers: The models that `make` has made.
+    """
+
+    def __init__(self, checked_run: Run, stack: ExitStack, send: Tell) -> None:
+        self.checked_run, self.stack, self.first = checked_run, stack, dist.get_rank() == 0
+        self.tell: Tell = send if self.first else lambda event: None
+        self.counts, self.workers = Counts(self.tell), list[Worker]()
+        self._device = Devices.find(checked_run.options.device).current
+
+    def make(self, kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
+        """Load a model."""
+        return self.add(kind.from_pretrained(path, device=self._device, **arguments))
+
+    def add(self, worker: Worker) -> WholeBatches:
+        """Return calls of a model with whole batches; its progress is told."""
+        self.workers.append(worker)
+        worker.engine.progress = self.counts
+        return WholeBatches(worker)
+
+    @cached_property
+    def once(self) -> Callable[[Callable[[], Any]], Any]:
+        """Return a function that calls another one on the first rank alone, and returns its JSON value on all."""
+        return partial(_from_first, group=self.workers[0].grid.everyone)
+
+
+def on_ranks(checked_run: Run, on_event: Tell, *, recipe_of: Callable[[LocalRank[Run]], Recipe]) -> dict[str, float]:
+    """Run the loop of a recipe, which every rank of this machine makes, and return the metrics of the last step."""
+    options = checked_run.options
+    prepare(recipe_of.__module__, *slow_imports(options.grid))
+    devices = Devices.find(options.device)
+    on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
+    result: dict[str, float] = run_on_ranks(
+        _on_rank,
+        options.grid.world_size,
+        checked_run,
+        recipe_of,
+        devices=devices,
+        on_event=on_event,
+        collective_timeout=options.collective_timeout,
+    )
+    return result
+
+
+def _on_rank(send: Tell, checked_run: Run, recipe_of: Callable[[LocalRank[Run]], Recipe]) -> dict[str, float]:
+    with ExitStack() as stack:
+        recipe = recipe_of(LocalRank(checked_run, stack, send))
+        return Loop(checked_run.options, checked_run.options_as_given or checked_run.options, recipe).run()
+
+
+class ModelMaker:
+    """Makes the models of a run with the options of its engine; `offload` keeps one of them on the devices."""
+
+    def __init__(self, options: RunOptions, make: Make) -> None:
+        self._options, self._make, self._swapper = options, make, ModelSwapper()
+
+    def __call__(
+        self, kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any
+    ) -> ModelCalls:
+        """Make a model; `changes` replace options of its engine."""
+        options = self._options
+        arguments = {
+            **vars(engine_options(options, grid, kind.role)),
+            **changes,
+            "backend": options.backend,
+            "dims": grid,
+            "max_tokens_per_micro_batch": options.max_tokens,
+            "optimizer": optimizer_options(options, learning_rate),
+        }
+        worker = self._make(kind, path, arguments)
+        return self._swapper.add(worker) if options.offload else worker
+
+
+def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
+    """Call `make` on the first rank alone; return its JSON value, or raise its error, on every rank."""
+    return all_gather_json(agree_on_first(make, group), group)[0]

@@ -1,0 +1,121 @@
+"""`RunOptions`: the options that all recipes share: the model, its grid, its optimizer, and the files of a run.
+
+Options of the packages below are the fields of their dataclasses; see `Nested`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from parallel_layers.model import LoraOptions
+from parallel_models import OptimizerOptions
+from rl_models.backends import BackendOptions
+from rl_train.options.fields import Count, CountOrZero, Folder, Free, Repeats, Text
+from rl_train.options.nested import Nested, Options
+
+# `rl-train --help` imports this file, so the properties below import torch only when they are called.
+if TYPE_CHECKING:
+    from parallel_layers import ParallelDims
+
+# Help texts that several commands share.
+DEVICE = "Device type: cpu, cuda or another accelerator that torch finds (default: an accelerator if there is one)."
+
+LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanoseconds in 64 bits
+
+# Options of the optimizer that need no memory.
+STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum")
+
+
+class RunOptions(Options):
+    """The options of a run of any recipe; the text below an option is its help text.
+
+    Attributes:
+        command: The name of the recipe's command.
+    """
+
+    command: ClassVar[str]
+
+    model: Folder
+    """Checkpoint folder of the initial policy, or its name on a hub: organisation/name[@revision]."""
+    out: Free[Folder] = Path("run")
+    """Folder for the metrics, the training checkpoints and the result."""
+    accept_changes: Free[bool] = False
+    """Resume a run although rows, models or modules of the user have changed since it began."""
+    steps: Free[Count] = 100
+    """Number of steps; each step generates, scores and learns."""
+    seed: int = 0
+    """Seed of the order of the prompts and of sampling."""
+
+    dims: Free[Text] = ""
+    """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
+    backend: Free[Text] = "parallel"
+    """Backend of the models: parallel, transformers or megatron."""
+    device: Free[Text | None] = Field(default=None, description=DEVICE)
+    collective_timeout: Free[int] = Field(default=1800, ge=1, le=LONGEST_TIMEOUT)
+    """Seconds that ranks wait for each other; all rewards of a step must end within this time."""
+    max_tokens: Free[Count] = 16384
+    """Maximum number of tokens in a micro-batch (one forward pass)."""
+    offload: Free[bool] = False
+    """Keep one model on the devices and offload the others to host memory."""
+    save_every: Free[CountOrZero] = 20
+    """Number of steps between training checkpoints (0: no checkpoints)."""
+    keep: Free[Count] = 2
+    """Number of newest training checkpoints to keep."""
+    logger: Free[Annotated[Text, Repeats]] = ""
+    """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (each installed by pip) or module:Class."""
+
+    engine: Free[
+        Annotated[
+            BackendOptions,
+            Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses", "num_labels")),
+        ]
+    ] = Field(default_factory=BackendOptions)
+    optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
+        Field(default_factory=OptimizerOptions)
+    )
+
+    @classmethod
+    def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Give the schedule the number of steps, and the adapters the seed of the run."""
+        if values.get("optimizer.schedule.kind", "constant") not in ("constant", "inverse-sqrt"):
+            steps = values.get("steps", cls.model_fields["steps"].default)
+            values["optimizer.schedule.total_steps"] = steps if isinstance(steps, int) else 1
+        if any(name.startswith("engine.lora.") for name in values):
+            values["engine.lora.seed"] = values.get("seed", cls.model_fields["seed"].default)
+        return values
+
+    def grid_of(self, dims: str | None) -> ParallelDims:
+        """Return the sizes of a model's grid; None: of the policy's grid."""
+        from parallel_layers import ParallelDims
+
+        return ParallelDims.parse(self.dims if dims is None else dims)
+
+    @property
+    def grid(self) -> ParallelDims:
+        """Return the sizes of the policy's grid."""
+        return self.grid_of(None)
+
+    @property
+    def lora(self) -> LoraOptions | None:
+        """Return the options of the adapters; None: all weights are trained."""
+        lora = self.engine.lora
+        assert lora is None or isinstance(lora, LoraOptions)
+        return lora
+
+    @property
+    def trained(self) -> list[str]:
+        """Return the names of the models that learn; their folders have the same names."""
+        return ["actor"]
+
+    @property
+    def keeps_best(self) -> bool:
+        """Say whether the run keeps the checkpoint of its best evaluation."""
+        return False
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the number of optimizer steps of a step."""
+        return 1
