@@ -126,6 +126,7 @@ METRICS = {
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
     "rl-train/src/rl_train/trajectories/episodes.py": ("describe",),
     "rl-train/src/rl_train/loop/evaluation.py": ("evaluate",),
+    "rl-train/src/rl_train/rewards/judge.py": ("costs",),
     "rl-models/src/rl_models/losses/policy.py": ("_clipped_surrogate", "entropy_bonus", "sapo"),
     "rl-models/src/rl_models/losses/terms.py": ("weighted",),
     "rl-models/src/rl_models/losses/importance.py": ("importance_weights", "rollout_mismatch"),

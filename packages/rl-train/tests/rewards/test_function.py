@@ -314,7 +314,7 @@ def test_what_is_no_reward_is_named_before_the_run(start: Any, reward: str, erro
     [
         (
             "exact",
-            "reward 'exact' must be exact-match, number-match, math-verify, regex, environment, reasoning-gym, or mod",
+            "reward 'exact' must be exact-match, number-match, math-verify, regex, environment, reasoning-gym, mod",
         ),
         ("regex,", "reward '' must be exact-match, number-match, math-verify"),
         ("my name=regex", "reward 'my name=regex' must be exact-match"),

@@ -31,7 +31,8 @@ class JsonClient:
     A call whose connection is refused or lost is repeated, so calls must have the same effect twice as once.
 
     Args:
-        url: The server, `http://HOST:PORT` or `https://HOST:PORT`. The environment variable `VLLM_API_KEY` is its key.
+        url: The server, `http://HOST:PORT` or `https://HOST:PORT`.
+        key: The environment variable with the server's key.
         timeout: Seconds that a call waits for bytes of its answer.
         patience: Seconds in which a call is repeated after its connection was refused or lost.
 
@@ -39,7 +40,9 @@ class JsonClient:
         ValueError: The URL has another form.
     """
 
-    def __init__(self, url: str, *, timeout: float = 1800.0, patience: float = 300.0) -> None:
+    def __init__(
+        self, url: str, *, key: str = "VLLM_API_KEY", timeout: float = 1800.0, patience: float = 300.0
+    ) -> None:
         parts = urlsplit(url)
         try:
             valid = parts.scheme in _KINDS and parts.hostname and parts.port and parts.path in ("", "/")
@@ -50,8 +53,8 @@ class JsonClient:
         self.url, self._timeout, self._patience = f"{parts.scheme}://{parts.netloc}", timeout, patience
         self._kind, self._address = _KINDS[parts.scheme], (str(parts.hostname), parts.port)
         self._headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
-            self._headers["Authorization"] = f"Bearer {key}"
+        if secret := os.environ.get(key):
+            self._headers["Authorization"] = f"Bearer {secret}"
         self._closed, self._lock, self._connections = threading.Event(), threading.Lock(), set[HTTPConnection]()
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:

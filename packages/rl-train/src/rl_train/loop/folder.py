@@ -18,6 +18,7 @@ from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import PAGE, VERSIONS, versions
 from rl_train.report.lines import LINES, read_lines, replace_text
 from rl_train.report.loggers import names
+from rl_train.rewards.judge import JUDGEMENTS
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ("model", "critic.model", "reference", "prompts", "evaluation.prompts", "dataset", "evaluation.dataset")
@@ -35,7 +36,9 @@ def check_folder(options: RunOptions) -> None:
     trained = options.trained
     adapters = [] if options.lora is None else [ADAPTERS[name] for name in trained]
     further_checkpoints = [BEST] * options.keeps_best + adapters
-    check_output(options.out, files=[MARK, VERSIONS, PAGE, *LINES], checkpoints=[*trained, *further_checkpoints])
+    check_output(
+        options.out, files=[MARK, VERSIONS, PAGE, JUDGEMENTS, *LINES], checkpoints=[*trained, *further_checkpoints]
+    )
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
     for name in folders:
         check_writable(options.out / name)

@@ -136,10 +136,12 @@ def _file(path: Path) -> bytes:
 
 
 def _modules(options: RunOptions, name: str) -> Iterator[Path]:
-    """Yield the files of the user's modules that an option names."""
+    """Yield the files of the user's modules and rubrics that an option names."""
     text = options.value(name) or ""
     if name == "reward":
-        modules = [reward.module for reward in parse_rewards(text)]
+        rewards = parse_rewards(text)
+        modules = [reward.module for reward in rewards if reward.rubric is None]
+        yield from (reward.rubric for reward in rewards if reward.rubric is not None)
     else:
         modules = [text.partition(":")[0]] if re.fullmatch(r"[\w.]+:\w+", text) else []
     for module in modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,29 @@ from rl_train.trajectories.episodes import episode_ids, select_episodes, sum_by_
 class Scored:
     """The scores of responses `[N]`, the rewards by name whose sum they are, and the number of failures.
 
-    `answers` are the answers that a reward read in the responses; empty without such a reward.
+    `answers` are the answers that a reward read in the responses; empty without such a reward. `costs` are those of
+    judges, by the names of metrics.
     """
 
     scores: Tensor
     rewards: dict[str, Tensor]
     errors: int
     answers: Sequence[str | None] = ()
+    costs: dict[str, float] = field(default_factory=dict)
 
     def describe(self, *, counts_errors: bool) -> dict[str, float]:
-        """Return the mean of each reward, if there are several, and the number of failures where they are counted."""
+        """Return the mean of each of several rewards, the failures where they are counted, and the judges' costs."""
         named_rewards = self.rewards if len(self.rewards) > 1 else {}
         means = {f"reward/{name}": float(rewards_of_name.mean()) for name, rewards_of_name in named_rewards.items()}
-        return means | ({"reward_errors": float(self.errors)} if counts_errors else {})
+        return means | ({"reward_errors": float(self.errors)} if counts_errors else {}) | self.costs
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
         """Join the scores of several batches."""
         rewards = {name: torch.cat([scored.rewards[name] for scored in parts]) for name in parts[0].rewards}
-        return Scored(torch.cat([scored.scores for scored in parts]), rewards, sum(scored.errors for scored in parts))
+        costs = {name: sum(scored.costs[name] for scored in parts) for name in parts[0].costs}
+        scores, errors = torch.cat([scored.scores for scored in parts]), sum(scored.errors for scored in parts)
+        return Scored(scores, rewards, errors, costs=costs)
 
 
 def question(row: Mapping[str, Any]) -> str | None:
@@ -136,4 +140,4 @@ class Scorer:
             self.tell(f"{count} as 0; {result.error}")
         rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.each.items()}
         errors = result.errors + int(sum(totals(batch).get("failed", ())))
-        return Scored(torch.tensor(result.total, dtype=torch.float32), rewards, errors, result.answers)
+        return Scored(torch.tensor(result.total, dtype=torch.float32), rewards, errors, result.answers, result.costs)

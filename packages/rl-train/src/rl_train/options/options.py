@@ -68,7 +68,7 @@ class TrainOptions(RunOptions):
     agent_command: Text | None = None
     """Agent as a command, with OPENAI_BASE_URL and OPENAI_API_KEY, and the row as a JSON line on standard input."""
     reward: Annotated[Text, Repeats]
-    """Rewards: exact-match, number-match, math-verify, regex or module:function; with commas, as name=reward@weight."""
+    """Rewards: exact-match, number-match, math-verify, regex, judge:FILE, module:function; as name=reward@weight,..."""
     algorithm: Literal[
         "ppo", "grpo", "rloo", "reinforce++", "dr-grpo", "cispo", "sapo", "gspo", "dapo", "on-policy-distillation"
     ] = "grpo"

@@ -26,7 +26,7 @@ def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -
     known = kind.names()
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
-    sources = [] if file is None else [(str(file), _read(file))]
+    sources = [] if file is None else [(str(file), read_table(file))]
     for source, entries in (*sources, ("the command line", arguments)):
         keys: dict[str, Any] = {}
         for key, name, value in flattened(entries, known, kind.groups()):
@@ -74,7 +74,8 @@ def _fix(message: str) -> str:
     return message.removeprefix("Value error, ").replace("Input should", "must", 1).replace("Input is", "is", 1)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_table(path: Path) -> Mapping[str, Any]:
+    """Return the values of a TOML or YAML file by name; ValueError for another file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

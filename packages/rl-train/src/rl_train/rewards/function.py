@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, closing
@@ -17,18 +18,22 @@ from parallel_models.engine import Progress, unwatched
 from rl_train.agents.pool import Agents
 from rl_train.environments.pool import Environments
 from rl_train.options.options import TrainOptions
+from rl_train.rewards.judge import JUDGEMENTS, Judge, Judgements
 from rl_train.rewards.pool import RewardPool
 from rl_train.rewards.ready import READY
+from rl_train.rewards.rubric import Rubric
 from rl_train.rewards.worker import Item, checked
 
-_FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|[\w.]+:\w+)(?:@(?P<weight>.+))?")
+_JUDGE = "judge:"
+_FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|judge:[^@]+|[\w.]+:\w+)(?:@(?P<weight>.+))?")
 
 
 @dataclass(frozen=True)
 class NamedReward:
     """One reward of `--reward`: its name in the metrics, its module and function, and its weight in the sum.
 
-    `check` raises ValueError for a row that a ready reward cannot read; None for a custom reward.
+    `check` raises ValueError for a row that a ready reward cannot read; None for a custom reward. A judge has the file
+    of its `rubric` in place of module and function.
     """
 
     name: str
@@ -36,6 +41,7 @@ class NamedReward:
     function: str
     weight: float
     check: Callable[[Mapping[str, Any]], Any] | None = field(default=None, compare=False)
+    rubric: Path | None = None
 
 
 def parse_rewards(text: str) -> list[NamedReward]:
@@ -50,8 +56,8 @@ def parse_rewards(text: str) -> list[NamedReward]:
         is_known = match is not None and (match["function"] in READY or ":" in match["function"])
         if match is None or not is_known:
             raise ValueError(
-                f"reward {entry!r} must be {', '.join(READY)}, or module:function, such as rewards:length; a name= "
-                "before it and an @weight after it are optional"
+                f"reward {entry!r} must be {', '.join(READY)}, module:function, such as rewards:length, or judge:FILE; "
+                "a name= before it and an @weight after it are optional"
             )
         function = match["function"]
         try:
@@ -60,20 +66,26 @@ def parse_rewards(text: str) -> list[NamedReward]:
             weight = math.nan
         if not math.isfinite(weight):
             raise ValueError(f"reward {entry!r}: the weight {match['weight']!r} must be a finite number")
-        name = match["name"] or function.rpartition(":")[2]
+        rubric = Path(function.removeprefix(_JUDGE)) if function.startswith(_JUDGE) else None
+        name = match["name"] or (function.rpartition(":")[2] if rubric is None else rubric.stem)
         if name in rewards:
             raise ValueError(f"reward {entry!r}: {name} is the name of another reward, too; write NAME={function}")
         ready = READY.get(function)
         module, _, attribute = (ready.function if ready else function).partition(":")
-        rewards[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None)
+        if rubric is not None:
+            module = attribute = ""
+        rewards[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None, rubric)
     return list(rewards.values())
 
 
 def check_rewards(text: str) -> None:
-    """Raise ValueError unless `parse_rewards` reads the text and each module exists."""
+    """Raise ValueError unless `parse_rewards` reads the text, and each module and rubric exists."""
     if (working_folder := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, working_folder)
     for reward in parse_rewards(text):
+        if reward.rubric is not None:
+            Rubric.read(reward.rubric)
+            continue
         try:
             if importlib.util.find_spec(reward.module) is None:
                 raise ModuleNotFoundError(f"No module named {reward.module!r}")
@@ -83,8 +95,12 @@ def check_rewards(text: str) -> None:
 
 
 def check_rows(text: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raise ValueError for the first row that a ready reward cannot read; `rows` pairs each row with its place."""
-    checks = [(reward.name, reward.check) for reward in parse_rewards(text) if reward.check is not None]
+    """Raise ValueError for the first row that a reward cannot read; `rows` pairs each row with its place."""
+    checks = [
+        (reward.name, check)
+        for reward in parse_rewards(text)
+        if (check := reward.check if reward.rubric is None else Rubric.read(reward.rubric).check) is not None
+    ]
     for where, row in rows if checks else ():
         for name, check in checks:
             try:
@@ -102,6 +118,7 @@ class Scores(NamedTuple):
         errors: The number of rewards that failed and count as 0.
         error: The first error; None without errors.
         answers: The answer in each response, of the first reward that returns answers; else None.
+        costs: What judges have cost, by the names of metrics; empty without judges.
     """
 
     total: list[float]
@@ -109,6 +126,7 @@ class Scores(NamedTuple):
     errors: int = 0
     error: str | None = None
     answers: Sequence[str | None] = ()
+    costs: dict[str, float] = {}  # noqa: RUF012  # never changed
 
 
 class Rewards:
@@ -126,7 +144,8 @@ class Rewards:
     def __init__(self, options: TrainOptions) -> None:
         self._rewards = parse_rewards(options.reward)
         self._stops = options.rewards.errors == "stop"
-        self._pools: list[RewardPool] = []
+        self._pools: list[RewardPool | Judge] = []
+        judgements: Judgements | None = None
         self.environments: Environments | None = None
         self.agents: Agents | None = None
         self.progress: Progress = unwatched
@@ -136,6 +155,11 @@ class Rewards:
             if options.runs_agents:
                 self.agents = stack.enter_context(closing(Agents(options)))
             for reward in self._rewards:
+                if reward.rubric is not None:
+                    judgements = judgements or Judgements(options.out / JUDGEMENTS)
+                    judge = Judge(Rubric.read(reward.rubric), judgements, limit=options.rewards.timeout)
+                    self._pools.append(stack.enter_context(closing(judge)))
+                    continue
                 try:
                     pool = RewardPool(
                         reward.module,
@@ -193,4 +217,8 @@ class Rewards:
             if (problem := checked(number).error) is not None:
                 raise ValueError(f"{places[place]}: the sum of the rewards {problem.removeprefix('returned ')}")
         first = next((values for values in answers.values() if any(answer is not None for answer in values)), ())
-        return Scores(total, each, len(errors), min(errors)[1] if errors else None, first)
+        costs = Counter[str]()
+        for judge in self._pools:
+            if isinstance(judge, Judge):
+                costs.update(judge.costs())
+        return Scores(total, each, len(errors), min(errors)[1] if errors else None, first, dict(costs))

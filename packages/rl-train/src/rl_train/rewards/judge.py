@@ -1,0 +1,163 @@
+"""`Judge`: a reward from the replies of a model that judges, over HTTP (Zheng et al. 2023, arXiv:2306.05685)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckpt.files import room_for
+from rl_train.data.sources import parse_json
+from rl_train.engines.json_client import JsonClient, RefusedError
+from rl_train.rewards.rubric import Rubric
+from rl_train.rewards.worker import Item, Outcome
+
+# The file of a run's judgements, in its folder.
+JUDGEMENTS = "judgements.jsonl"
+_PORTS = {"http": 80, "https": 443}
+# Answers after which the same request may succeed: timeout, conflict, too many requests; and all of 500 and above.
+_PASSING = (408, 409, 429)
+# Seconds before the second attempt; each further pause is twice as long.
+_PAUSE = 1.0
+
+
+class Judgements:
+    """The judgements of a run by their request, also those before it was resumed.
+
+    Args:
+        file: Lines of JSON, one for each judgement; read here, and written to by `add`.
+
+    Raises:
+        ValueError: A line is no judgement.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._lock, self._outcomes = file, threading.Lock(), dict[str, Outcome]()
+        # A kill may cut the last line short; its request is sent again.
+        *lines, rest = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = parse_json(line)
+                self._outcomes[record["request"]] = Outcome(float(record["reward"]), record["error"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{file}, line {number}: not a judgement; remove the line") from None
+        if rest:
+            with open(file, "r+b") as lines_of_file:
+                lines_of_file.truncate(file.stat().st_size - len(rest))
+
+    def get(self, request: str) -> Outcome | None:
+        """Return the judgement of a request; None before the first one."""
+        return self._outcomes.get(request)
+
+    def add(self, request: str, reply: str, outcome: Outcome) -> None:
+        """Keep a judgement."""
+        values = {"request": request, "reward": outcome.reward, "error": outcome.error, "reply": reply}
+        line = json.dumps(values) + "\n"
+        with self._lock:
+            self._outcomes[request] = outcome
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with room_for(len(line), self._file), open(self._file, "a", encoding="utf-8") as file:
+                file.write(line)
+
+
+class Judge:
+    """Judges responses by a rubric; the same request is sent once in a run. Calls wait in threads.
+
+    Args:
+        rubric: The rubric.
+        judgements: Judgements of earlier requests.
+        limit: Seconds for each judgement, all its attempts together.
+    """
+
+    def __init__(self, rubric: Rubric, judgements: Judgements, *, limit: float) -> None:
+        self._rubric, self._judgements, self._limit = rubric, judgements, limit
+        parts = urlsplit(rubric.url)
+        port = "" if parts.port else f":{_PORTS[parts.scheme]}"
+        server = f"{parts.scheme}://{parts.netloc}{port}"
+        self._client = JsonClient(server, key=rubric.key, timeout=limit, patience=0.0)
+        self._path = f"{parts.path.rstrip('/')}/chat/completions"
+        self._threads = ThreadPoolExecutor(rubric.concurrent, "judge")
+        self._closed, self._lock, self._costs = threading.Event(), threading.Lock(), Counter[str]()
+
+    def begin(self, items: Sequence[Item]) -> list[Future[dict[int, Outcome]]]:
+        """Start on the items; the futures together have an outcome for each place in `items`."""
+        places = dict[str, list[int]]()
+        failures = dict[int, Outcome]()
+        for place, item in enumerate(items):
+            try:
+                places.setdefault(json.dumps(self._rubric.body(*item)), []).append(place)
+            except ValueError as error:
+                failures[place] = Outcome(0.0, f"was not judged: {error}")
+        calls = [self._threads.submit(self._judged, *request) for request in places.items()]
+        return [*calls, self._threads.submit(lambda: failures)] if failures else calls
+
+    def costs(self) -> dict[str, float]:
+        """Return what judgements have cost since the last call; see docs/guides/metrics.md."""
+        with self._lock:
+            costs, self._costs = self._costs, Counter()
+        return {
+            "judge_calls": costs["calls"],
+            "judge_tokens": costs["tokens"],
+            "judge_seconds": costs["seconds"],
+            "judge_cached": costs["cached"],
+            "judge_unreadable": costs["unreadable"],
+        }
+
+    def close(self) -> None:
+        """End all calls."""
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _judged(self, body: str, places: Sequence[int]) -> dict[int, Outcome]:
+        form = [self._rubric.url, self._rubric.score, self._rubric.range, self._rubric.values, body]
+        request = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
+        outcome = self._judgements.get(request)
+        asked = int(outcome is None)
+        if outcome is None:
+            try:
+                reply = self._ask(json.loads(body))
+            except ValueError as error:
+                return dict.fromkeys(places, Outcome(0.0, f"was not judged: {error}"))
+            outcome = self._rubric.outcome(reply)
+            self._judgements.add(request, reply, outcome)
+        self._count(cached=len(places) - asked, unreadable=len(places) if outcome.error is not None else 0)
+        return dict.fromkeys(places, outcome)
+
+    def _ask(self, body: dict[str, Any]) -> str:
+        """Return the judge's reply; ValueError after the last attempt."""
+        end, attempt = time.monotonic() + self._limit, 0
+        while True:
+            began, attempt = time.monotonic(), attempt + 1
+            try:
+                return self._reply(self._client.call(self._path, body))
+            except RuntimeError as error:
+                passes = not isinstance(error, RefusedError) or error.status in _PASSING or error.status >= 500
+                pause = _PAUSE * 2 ** (attempt - 1)
+                if not passes or attempt >= self._rubric.attempts or time.monotonic() + pause > end:
+                    raise ValueError(f"{error} (attempt {attempt})") from error
+            finally:
+                self._count(calls=1, seconds=time.monotonic() - began)
+            if self._closed.wait(pause):
+                raise ValueError("the run has ended")
+
+    def _reply(self, answer: Any) -> str:
+        """Return the text of an answer; empty where a judge that thinks has used all its tokens."""
+        try:
+            usage, text = answer.get("usage") or {}, answer["choices"][0]["message"]["content"]
+            self._count(tokens=usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0))
+            return str(text or "")
+        except (LookupError, TypeError, AttributeError) as error:
+            shown = f"{json.dumps(answer):.200}"
+            raise ValueError(f"the answer has no choices[0].message.content ({error!r}): {shown}") from error
+
+    def _count(self, **costs: float) -> None:
+        with self._lock:
+            self._costs.update(costs)
