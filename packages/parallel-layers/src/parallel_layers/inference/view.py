@@ -1,7 +1,11 @@
 """`decoding_attributes`: views of layers that exchange what the few tokens of a decoding step need, and no more."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +27,7 @@ def decoding_attributes(view: nn.Module) -> dict[str, Any]:
 
     - Every rank of a tensor-parallel group has all tokens, so a half layer makes one all-reduce (`linear.few_tokens`),
       with the residual addition and the norm behind it in the same kernel.
+    - The residual addition at the end of a layer computes the norm of the next layer of an `nn.ModuleDict`, too.
     - Experts on several ranks compute the tokens of all ranks (`moe.decoding`). Gathered experts (`moe.gathering`)
       compute the tokens of their rank.
     """
@@ -37,6 +42,8 @@ def decoding_attributes(view: nn.Module) -> dict[str, Any]:
         attributes |= _of_mixture(view)
     if isinstance(view, DecoderLayer):
         attributes |= _of_layer(view)
+    if isinstance(view, nn.ModuleDict):
+        _norm_ahead(view.values())
     return attributes
 
 
@@ -49,9 +56,56 @@ def _of_layer(view: DecoderLayer) -> dict[str, Any]:
         norm, layer = getattr(view, norms.mlp_in), getattr(getattr(view, "self_attn", None), "o_proj", None)
         if isinstance(norm, RMSNorm) and (group := _leave_parts(layer)) is not None:
             norm.__dict__["add_and_norm"] = partial(_sum_and_norm, norm, group)
-    if norms.mlp_out is None and (group := _leave_parts(getattr(getattr(view, "mlp", None), "down_proj", None))):
-        return {"add_mlp": partial(_sum_and_add, group)}
-    return {}
+    if norms.mlp_out is not None or view.config.mixer == "attention":
+        return {}
+    return {"add_mlp": _Addition(_leave_parts(getattr(getattr(view, "mlp", None), "down_proj", None)))}
+
+
+class _Addition:
+    """The addition of an MLP's output to the residual stream, with the norm of the next layer in the same kernel.
+
+    Args:
+        group: The ranks over which the output is summed; None: it is complete.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self._add_and_norm: Any = None
+        # The norm of the stream, and the stream.
+        self._results: tuple[Tensor, Tensor] | None = None
+
+    def lead_to(self, norm: RMSNorm) -> None:
+        """Compute a norm of the stream ahead, which its `add_and_norm` returns when it gets this stream."""
+        self._add_and_norm = norm.add_and_norm
+        if self.group is not None:
+            self._add_and_norm = partial(_sum_and_norm, norm, self.group)
+        norm.__dict__["add_and_norm"] = partial(self._norm, norm.add_and_norm)
+
+    def __call__(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """See `DecoderLayer.add_mlp`."""
+        if self._add_and_norm is None:
+            return hidden + x if self.group is None else sum_and_add(x, hidden, self.group)
+        self._results = self._add_and_norm(x, hidden)
+        return self._results[1]
+
+    def _norm(self, otherwise: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        results, self._results = self._results, None
+        if results is not None and residual is None and x is results[1]:
+            return results
+        computed: tuple[Tensor, Tensor] = otherwise(x, residual)
+        return computed
+
+
+def _norm_ahead(layers: Iterable[nn.Module]) -> None:
+    """Let each layer compute the norm in front of the next one."""
+    for layer, following in pairwise(layers):
+        if not isinstance(layer, DecoderLayer) or not isinstance(following, DecoderLayer):
+            continue
+        addition, norms = layer.__dict__.get("add_mlp"), following.norms
+        norm = getattr(following, norms.attention_in or norms.mlp_in or "", None)
+        unchanged = not layer.config.per_layer_size and layer.layer_scalar is None
+        if isinstance(addition, _Addition) and isinstance(norm, RMSNorm) and unchanged:
+            addition.lead_to(norm)
 
 
 def _leave_parts(layer: nn.Module | None) -> ProcessGroup | None:
@@ -65,10 +119,6 @@ def _leave_parts(layer: nn.Module | None) -> ProcessGroup | None:
 
 def _sum_and_norm(norm: RMSNorm, group: ProcessGroup, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     return sum_and_norm(x, residual, norm, group)
-
-
-def _sum_and_add(group: ProcessGroup, hidden: Tensor, x: Tensor) -> Tensor:
-    return sum_and_add(x, hidden, group)
 
 
 def _of_mixture(view: MoE) -> dict[str, Any]:
