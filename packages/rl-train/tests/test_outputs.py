@@ -24,7 +24,7 @@ from rl_train.quickstart.task import make_checkpoint
 
 # What does the work of the commands.
 WORK = ("rl_train.quickstart.run.make_checkpoint", "rl_train.quickstart.run.train_in_place")
-WORK += ("rl_train.loop.score.run_on_ranks", "rl_train.loop.run.run_on_ranks")
+WORK += ("rl_train.loop.score.run_on_ranks", "rl_train.loop.recipe_run.run_on_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_run_holds_its_folder_to_its_end(
         held.append(raised.value)
         return {}
 
-    monkeypatch.setattr("rl_train.loop.run.run_on_ranks", work)
+    monkeypatch.setattr("rl_train.loop.recipe_run.run_on_ranks", work)
     monkeypatch.setattr("rl_train.loop.run._on_ray", work)
     monkeypatch.setattr("rl_train.quickstart.run._max_difference", lambda *_: 0.0)
     CliRunner().invoke(app, [*commands[command], f"--out={out}"])
@@ -272,7 +272,7 @@ def test_a_stopped_command_says_how_to_go_on_and_leaves_no_temporary_files(
         os.kill(os.getpid(), number)
         time.sleep(9)
 
-    monkeypatch.setattr(f"rl_train.loop.{'score' if command == 'score' else 'run'}.run_on_ranks", work)
+    monkeypatch.setattr(f"rl_train.loop.{'score' if command == 'score' else 'recipe_run'}.run_on_ranks", work)
     monkeypatch.setattr("rl_train.quickstart.run._max_difference", lambda *_: 0.0)
     monkeypatch.setattr("ckpt.files.disk._unnamed_file", lambda folder: None)
     result = CliRunner().invoke(app, [*commands[command], f"--out={out}"])

@@ -119,7 +119,6 @@ LACKED = [
     ("megatron", "tp_invariant", True),
     ("megatron", "base_format", "fp8"),
     ("megatron", "mtp_loss_scaling_factor", 0.1),
-    ("megatron", "num_labels", 3),
     ("transformers", "base_format", "fp8"),
     ("transformers", "pipeline", PipelineOptions(virtual_stages=2)),
     ("transformers", "context_parallel", "ring"),

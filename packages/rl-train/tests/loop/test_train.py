@@ -503,7 +503,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(model: Path, prompts: Path, 
 @pytest.mark.parametrize(
     ("options", "rows", "message"),
     [
-        ({"reward": "rewards"}, [{"text": "a"}], "or module:function, such as rewards:length"),
+        ({"reward": "rewards"}, [{"text": "a"}], "module:function, such as rewards:length"),
         ({"reward": "rewards:none"}, [{"text": "a"}], "reward none: rewards has no function none"),
         (
             {"reward": "no_such_module:f"},
