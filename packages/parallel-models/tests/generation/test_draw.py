@@ -19,6 +19,7 @@ from parallel_models import CacheOptions, EngineOptions, Grid, load_engine
 from parallel_models.generation import ResponseStream, draw, experts as gathering
 from parallel_models.generation.continuous_batching import Responses
 from parallel_models.generation.options import GenerationOptions
+from parallel_models.generation.session import GenerationSession
 from parallel_models.training import ParallelEngine
 from parallel_models.training.decoding_forward import DecodingForward
 
@@ -104,6 +105,46 @@ def test_gathered_experts_draw_what_exchanged_tokens_draw(ranks: RankPool, mixtu
         (_, few), (_, many) = results[-1], results[0]
         assert few["gather"][1] < many["gather"][1]
         assert few["exchange"][1] == many["exchange"][1]
+
+
+def draw_by_other_numbers(group: ProcessGroup, path: Path, dims: ParallelDims, fault: str) -> str:
+    """Return the error of draws for which the last rank has other numbers, or another token."""
+    engine, last = load(path, dims), group.rank() == dims.world_size - 1
+    prompts = [draw.Prompt(torch.tensor(ids)) for ids in ([1, 5, 7], [3])]
+    uniforms = torch.full((2, 2, 40), 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        if last and fault == "numbers":
+            uniforms[1, 0, 20] = 0.25
+        if last and fault == "token":
+            patch.setattr(GenerationSession, "_draws_of", other_token(GenerationSession._draws_of))
+        with pytest.raises(RuntimeError) as error:
+            draw.draw_responses(engine, prompts, GenerationOptions(40, n=2), 99, uniforms)
+    return str(error.value)
+
+
+def other_token(method: Callable[..., Any]) -> Callable[..., Any]:
+    def draws(*arguments: Any) -> Any:
+        tokens, *others = method(*arguments)
+        return torch.cat((tokens[:1] ^ 1, tokens[1:])), *others
+
+    return draws
+
+
+@pytest.mark.parametrize(
+    ("dims", "fault"),
+    [
+        (ParallelDims(tp=2), "numbers"),
+        (ParallelDims(tp=2), "token"),
+        pytest.param(ParallelDims(dp=2, tp=2, ep=2), "numbers", marks=pytest.mark.slow),
+        pytest.param(ParallelDims(dp=2, tp=2, ep=2), "token", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_that_draw_differently_are_named_and_nothing_hangs(
+    ranks: RankPool, mixture: Path, dims: ParallelDims, fault: str
+) -> None:
+    for message in ranks.run(draw_by_other_numbers, mixture, dims, fault, world=dims.world_size, timeout=60):
+        assert "ranks of one tensor-parallel group have drawn different tokens, or by different numbers" in message
 
 
 def draw_in_float8(group: ProcessGroup | None, path: Path) -> Responses:

@@ -95,6 +95,7 @@ class ContinuousBatching:
         self.slots: list[int | None] = [None] * len(self.tables.lengths)
         self.limits = list(limits)
         self.drawn, self.computed, self.steps = ([0] * responses for _ in range(3))
+        self._differs = False
         ids = {key: prompt.tolist() for key, prompt in {id(prompt): prompt for prompt in prompts}.items()}
         self._ids = [[] if self._images(n) is not None else ids[id(prompt)] for n, prompt in enumerate(prompts)]
         # Responses to equal prompts have one tensor, too.
@@ -110,7 +111,11 @@ class ContinuousBatching:
         self._ends = torch.cat([*(prompt[-1:] for prompt in prompts), session.token.new_zeros(1)])
 
     def run(self) -> Responses:
-        """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN."""
+        """Draw all responses. A response whose logits are not finite ends with a token of log-prob NaN.
+
+        Raises:
+            RuntimeError: Tensor-parallel ranks have drawn different tokens; also on ranks that share experts with them.
+        """
         while self.advance():
             pass
         tokens, log_probs = (rows[:-1] for rows in self._results)
@@ -135,7 +140,12 @@ class ContinuousBatching:
         """Give free slots to waiting responses; return whether there are tokens to draw, on any rank."""
         leaders, followers = self._admit()
         passes = self._passes(leaders)
-        count, going = self._largest(len(passes), bool(self._busy()))
+        count, going, differs = self._largest(len(passes), bool(self._busy()), self._differs)
+        if differs:
+            raise RuntimeError(
+                "ranks of one tensor-parallel group have drawn different tokens, or by different numbers; their "
+                "weights or kernels differ, so load the model anew, or draw with tp=1"
+            )
         for pieces in passes + [{}] * (count - len(passes)):
             self._prefill(pieces)
         if not self.reuse.shares_later:
@@ -315,7 +325,10 @@ class ContinuousBatching:
         session.score(is_drawn)
         for results, draws in zip(self._results, session.draws[:2], strict=True):
             results[torch.where(is_drawn, rows, len(self.drawn)), columns] = draws
-        active, counts, steps = torch.stack((session.active.long(), session.drawn, session.steps)).tolist()
+        state = torch.stack((session.active.long(), session.drawn, session.steps))
+        largest, least = self._checksum(is_drawn, state).tolist()
+        self._differs |= largest != -least
+        active, counts, steps = state.tolist()
         for bits in session.draws[2:]:
             parts = SamplingMask.from_bits(bits[is_drawn]).split(counts)
             for slot, response in self._busy():
@@ -329,6 +342,17 @@ class ContinuousBatching:
         remaining = len(self.waiting) + len(self._busy())
         self.progress("responses", len(self.drawn) - remaining, len(self.drawn))
         self.progress("tokens", sum(self.drawn), 0)
+
+    def _checksum(self, is_drawn: Tensor, state: Tensor) -> Tensor:
+        """Return a sum over what was drawn since the last look, and its negative; with tp the largest of all ranks."""
+        session, sums = self.session, state.new_zeros(2)
+        if self.decoding.group is not None:
+            rows = torch.stack((session.draws[0], session.uniforms.view(torch.int32).long()))
+            numbers = torch.cat((rows.where(is_drawn, 0).flatten(), state.flatten()))
+            total = (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
+            sums = torch.stack((total, -total))
+            dist.all_reduce(sums, dist.ReduceOp.MAX, group=self.decoding.group)
+        return sums
 
 
 def largest_of_ranks(group: ProcessGroup | None, device: torch.device, *numbers: int) -> list[int]:
