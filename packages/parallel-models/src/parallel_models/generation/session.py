@@ -237,26 +237,31 @@ class GenerationSession:
         for rows, values in zip(self.draws, draws, strict=True):
             rows[self._slots[slots, None], columns] = values
         tokens, log_probs, *_ = draws
-        # Not `torch.isin`: for many ids it reads a size on the host, which a CUDA graph cannot.
-        stops = (tokens[..., None] == self._stop).any(-1) | log_probs.isnan() | (columns + 1 >= self.room[slots, None])
-        stays = (tokens[:, :-1] == self.drafts[slots]) & ~stops[:, :-1]
-        last = stays.long().cumprod(1).sum(1)
-        if drafter is not None and packed is not None:
+        stops = log_probs.isnan() | (columns + 1 >= self.room[slots, None])
+        if len(self._stop):
+            # Not `torch.isin`: for many ids it reads a size on the host, which a CUDA graph cannot.
+            stops |= (tokens[..., None] == self._stop).any(-1)
+        counts, token, ended = active, tokens[:, 0], stops[:, 0]
+        if drafter is not None:
+            stays = (tokens[:, :-1] == self.drafts[slots]) & ~stops[:, :-1]
+            last = stays.long().cumprod(1).sum(1)
+            if packed is not None:
 
-            def draw(logits: Tensor, number: int) -> Tensor:
-                numbers = self.uniforms[slots].gather(1, (drawn + last + 1 + number)[:, None])
-                return self._sample(logits, numbers[:, 0])[0]
+                def draw(logits: Tensor, number: int) -> Tensor:
+                    numbers = self.uniforms[slots].gather(1, (drawn + last + 1 + number)[:, None])
+                    return self._sample(logits, numbers[:, 0])[0]
 
-            self.drafts[slots] = drafter.draft(packed, caches[0], tokens, last, draw)
-        counts = active * (last + 1)
+                self.drafts[slots] = drafter.draft(packed, caches[0], tokens, last, draw)
+            counts = active * (last + 1)
+            token, ended = (x.gather(1, last[:, None])[:, 0] for x in (tokens, stops))
         for step in steps:
             step.accept(counts)
         for cache in caches:
             cache.lengths[slots] += counts
-        self.token[slots] = tokens.gather(1, last[:, None])[:, 0]
+        self.token[slots] = token
         drawn += counts
         self.steps[slots] += active
-        active.masked_fill_(stops.gather(1, last[:, None])[:, 0], 0)
+        active.masked_fill_(ended, 0)
 
     def score(self, is_drawn: Tensor) -> None:
         """Give the tokens `[N, D]` drawn since the last look the log-probs of `Decoding.scorer`; NaN stays.
