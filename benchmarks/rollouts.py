@@ -92,7 +92,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def ours(folder: Path, most: int, dims: ParallelDims, *, tp_invariant: bool = False, **how: bool) -> Generate:
+def ours(folder: Path, most: int, dims: ParallelDims, *, tp_invariant: bool = False, **how: Any) -> Generate:
     """Return `Actor.generate`, or without weights in files `generate` of an engine with random weights."""
     from parallel_models import GenerationOptions, generate as draw
     from rl_models import Actor
@@ -182,6 +182,8 @@ FLOAT8 = ("float8", "float8_cache")
 ENGINES = {"ours": ours, "transformers": transformers, "vllm": vllm} | {
     f"ours-{name}": partial(ours, **{name: True}) for name in (*FLOAT8, "tp_invariant")
 }
+# Experts that ranks divide: their weights are gathered once a call, or tokens are exchanged in each layer.
+ENGINES |= {f"ours-{experts}": partial(ours, experts=experts) for experts in ("gather", "exchange")}
 
 
 def roofline(

@@ -37,7 +37,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("huggingface", 2, ["--tokens", "256"]),
     ("handover", 1, ["--check"]),
     ("rollouts", 1, []),
-    ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2"]),
+    ("rollouts", 2, ["--shape", "30b-a3b", "--dims", "dp=2,ep=2", "--engines", "ours-gather", "ours-exchange"]),
     ("rollouts", 2, ["--dims", "tp=2", "--files"]),
     ("turns", 1, []),
     ("gateway", 1, []),
