@@ -137,6 +137,7 @@ def by_trl(options: argparse.Namespace) -> None:
         "loss",
         lambda chat, row: {"messages": [*chat, {"role": "assistant", "content": str(row["answer"])}]},
     )
+    setting.tokenizer.pad_token = setting.tokenizer.pad_token or setting.tokenizer.eos_token  # GKDTrainer wants one
     share = min(options.share, options.prompts_per_step)
     config = GKDConfig(
         per_device_train_batch_size=share,
