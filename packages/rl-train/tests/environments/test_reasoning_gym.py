@@ -33,7 +33,7 @@ def test_an_environment_gives_prompts_and_reward() -> None:
     [
         (
             {"environment": "gym", "prompts": "p"},
-            "environment='gym' must be reasoning_gym:TASK, such as .* or module:class",
+            "environment='gym' must be reasoning_gym:TASK, verifiers:TASK, such as .* or module:class",
         ),
         ({"environment": TASK, "prompts": "p"}, "prompts=p and environment=.* both state the prompts; leave one"),
     ],

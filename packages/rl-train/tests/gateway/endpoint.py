@@ -57,7 +57,9 @@ class Script:
         drawn = len(self.codec.encode(end))
         assert sampling.max_length is not None
         tokens = whole[drawn : drawn + sampling.max_length - len(request.prompt)]
-        future.set_result(Response(tokens, [-(drawn + n) / 8 for n in range(len(tokens))], versions=[3] * len(tokens)))
+        log_probs = [-(drawn + n) / 8 for n in range(len(tokens))]
+        kept = [[token, 0] for token in tokens] if sampling.keep_sampling_mask else None
+        future.set_result(Response(tokens, log_probs, kept, versions=[3] * len(tokens)))
         return future
 
 
@@ -103,6 +105,7 @@ class Endpoint:
         async def run() -> Any:
             transport = httpx2.ASGITransport(self.gateway.app(), raise_app_exceptions=False)
             headers = {"authorization": f"Bearer {self.session.key if key is None else key}"}
+            headers |= options.pop("headers", {})
             async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, headers=headers, **options)
 

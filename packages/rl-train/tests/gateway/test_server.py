@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_lengths(tokenizer: TextCodec) -> None:
 
 
 def test_ids_in_and_out(tokenizer: TextCodec) -> None:
-    """vLLM's dialect of ids."""
+    """vLLM's dialect of ids, with the key in the header of verifiers' TrainClient; masks where the run keeps them."""
     endpoint = Endpoint(tokenizer, lambda prompt: "abc")
     prompt = tokenizer.chat([QUESTION], None)
     values = {"token_ids": prompt, "sampling_params": {"max_tokens": 8, "logprobs": 1, "temperature": 0.5}}
@@ -188,6 +189,15 @@ def test_ids_in_and_out(tokenizer: TextCodec) -> None:
     assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in ids]
     assert "x-overridden" not in reply.headers
     assert [(call.tokens, call.part.tokens) for call in endpoint.record.recorded] == [(prompt, ids)]
+    assert "sampling_mask" not in choice
+    endpoint.session.sampling = replace(endpoint.session.sampling, top_k=2, keep_sampling_mask=True)
+    values["sampling_params"]["routed_experts_prompt_start"] = 3
+    reply = endpoint.request(
+        "POST", IDS, key="EMPTY", content=json.dumps(values), headers={"x-session-id": endpoint.session.key}
+    )
+    assert reply.json()["choices"][0]["sampling_mask"] == [[token, 0] for token in ids]
+    (card,) = endpoint.request("GET", "/v1/models").json()["data"]
+    assert (card["root"], card["max_model_len"]) == (str(tokenizer.file.parent), CONTEXT)
 
 
 def test_sampling_options_are_the_runs(tokenizer: TextCodec) -> None:

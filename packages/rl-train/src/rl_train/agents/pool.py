@@ -28,7 +28,7 @@ class Agents:
 
     def __init__(self, options: TrainOptions, workers: int | None = None) -> None:
         self._command, self._limit = options.agent_command, options.agents.timeout
-        module, _, name = (options.agent or _COMMAND).partition(":")
+        module, _, name = (options.agent_function or _COMMAND).partition(":")
         self._numbers = itertools.count()
         with ExitStack() as stack:
             self._processes = [
@@ -41,7 +41,7 @@ class Agents:
                 for process in self._processes:
                     process.ready()
             except ValueError as error:
-                raise ValueError(f"agent {options.agent}: {error}") from None
+                raise ValueError(f"agent {options.agent_function}: {error}") from None
             self._threads = ThreadPoolExecutor(options.agents.concurrent, "agents")
             self._stack = stack.pop_all()
 

@@ -25,7 +25,7 @@ from rl_train.data.sources import (
     python_rows,
     renamed,
 )
-from rl_train.environments import reasoning_gym
+from rl_train.environments import reasoning_gym, verifiers
 
 # The fields that hold a prompt; a row has exactly one.
 _KINDS = {"tokens", "text", "messages"}
@@ -97,8 +97,9 @@ def read_prompts(
 
 def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
     """Yield the rows of an environment, a file or a folder; rows of JSON lines are bytes."""
-    if str(path).startswith(reasoning_gym.PREFIX):
-        return enumerate(reasoning_gym.rows(str(path), "messages" if codec.chats else "text"), 1)
+    for source in (reasoning_gym, verifiers):
+        if str(path).startswith(source.PREFIX):
+            return enumerate(source.rows(str(path), "messages" if codec.chats else "text"), 1)
     if path.is_dir():
         return dataset_rows(path)
     if (files := hub_files(str(path))) is not None:

@@ -12,6 +12,7 @@ from rl_train.gateway.errors import ApiError, unsupported
 # Fields that change no token.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_retention", "priority", "cache_salt", "skip_special_tokens", "detokenize"}
+_WITHOUT_EFFECT |= {"routed_experts_prompt_start"}
 # Fields that are accepted with these values alone, which are the same as no value; None is always one of them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),

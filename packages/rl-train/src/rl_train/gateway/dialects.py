@@ -264,6 +264,7 @@ class Generate(Dialect):
             "logprobs": self.log_probs(choice) if self.wants_log_probs else None,
             "finish_reason": choice.finish,
             "token_ids": choice.response.tokens,
+            **({} if choice.response.kept is None else {"sampling_mask": choice.response.kept}),
         }
 
     def reply(self, drawing: Drawing, choices: Sequence[Choice], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

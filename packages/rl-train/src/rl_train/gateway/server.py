@@ -167,12 +167,13 @@ class Gateway:
         }
 
     def _session(self, request: Request) -> Session:
-        """Return the session of a request's key."""
+        """Return the session of a request's key: in its path, its bearer token, or verifiers' header of a trace."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = request.path_params.get("key") or bearer
-        if (session := self._sessions.get(key)) is None:
-            raise ApiError(401, "the key is that of no open session; give the session's key", code="invalid_api_key")
-        return session
+        named = request.path_params.get("key")
+        for key in (named,) if named else (bearer, request.headers.get("x-session-id", "")):
+            if (session := self._sessions.get(key)) is not None:
+                return session
+        raise ApiError(401, "the key is that of no open session; give the session's key", code="invalid_api_key")
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -182,6 +183,7 @@ class Gateway:
             "created": 0,
             "owned_by": "rl-train",
             "max_model_len": self._context,
+            "root": str(self._sampler.codec.file.parent),
         }
         if (name := request.path_params.get("model")) is None:
             return _json({"object": "list", "data": [entry]})

@@ -46,7 +46,7 @@ class Session:
     sampling: SamplingOptions
     seed: int = 0
     limits: Limits = Limits()
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    key: str = field(default_factory=lambda: secrets.token_hex(24))
     calls: int = 0
     tokens: int = 0
     reward: float | None = None

@@ -12,10 +12,9 @@ from parallel_layers import ParallelDims
 from parallel_models import CacheOptions, Role
 from rl_models import OptimizerOptions, PipelineOptions
 from rl_models.backends import BackendOptions
-from rl_train.environments.reasoning_gym import PREFIX
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.fields import device_ids
-from rl_train.options.options import TrainOptions
+from rl_train.options.options import SOURCES, TrainOptions
 from rl_train.options.run_options import RunOptions
 
 
@@ -34,8 +33,13 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     apart = engine == "native" and separate
     yield "data.max_turns", options.converses, "an environment of several turns"
     for name in ("concurrent", "timeout", "max_calls", "max_tokens"):
-        yield f"agents.{name}", options.runs_agents, "agent=module:function or agent_command"
-    yield "environment", not options.runs_agents, "no agent: both would run the episodes"
+        yield (
+            f"agents.{name}",
+            options.runs_agents,
+            "agent=module:function, agent_command or environment=verifiers:TASKSET",
+        )
+    alone = options.agent is None and options.agent_command is None
+    yield "environment", alone, "no agent: both would run the episodes"
     yield "agent_command", options.agent is None, "no other agent"
     yield "teacher.prompts", not options.runs_agents, "no agent, whose own prompts the policy answers"
     for name in ("model", "dims", "share_backbone"):
@@ -133,8 +137,8 @@ def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
     if (environment := options.environment) is not None:
         if options.converses and not re.fullmatch(r"[\w.]+:\w+", environment):
             yield (
-                f"environment={environment!r} must be {PREFIX}TASK, such as {PREFIX}chain_sum, or module:class, such "
-                "as games:Wordle"
+                f"environment={environment!r} must be {'TASK, '.join(SOURCES)}TASK, such as {SOURCES[0]}chain_sum, or "
+                "module:class, such as games:Wordle"
             )
         if not options.converses and str(options.prompts) != environment:
             yield (

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from functools import cache
 from typing import Any
 
 from rl_train.rewards.worker import import_function
+
+
+def find_in_working_folder() -> None:
+    """Let imports find the modules in the working folder first."""
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from parallel_models import SamplingOptions
-from rl_train.environments.reasoning_gym import PREFIX
+from rl_train.environments import reasoning_gym, verifiers
 from rl_train.options.algorithms import ALGORITHMS, Algorithm
 from rl_train.options.fields import (
     Count,
@@ -41,6 +41,8 @@ from rl_train.options.run_options import RunOptions
 if TYPE_CHECKING:
     from parallel_layers import ParallelDims
 
+# Beginnings of environments that have rows, too.
+SOURCES = (reasoning_gym.PREFIX, verifiers.PREFIX)
 # Options that have the algorithm's value where they are left out.
 OF_THE_ALGORITHM = ["samples", "equal_groups", "objective.advantages", "objective.loss", "objective.clip_low"]
 OF_THE_ALGORITHM += ["objective.clip_high", "objective.aggregation", "objective.kl_estimator"]
@@ -62,7 +64,7 @@ class TrainOptions(RunOptions):
     prompts: Folder
     """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a datasets folder, organisation/name:FILES."""
     environment: Text | None = None
-    """Environment: reasoning_gym:TASK,option=number in place of --prompts, or module:class of several turns."""
+    """Environment: reasoning_gym:TASK or verifiers:TASKSET,option=value for --prompts, or module:class of turns."""
     agent: Text | None = None
     """Agent: module:function, called as agent(base_url, row); it draws by OpenAI's protocol and returns its reward."""
     agent_command: Text | None = None
@@ -115,10 +117,10 @@ class TrainOptions(RunOptions):
     def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Give options that are left out the algorithm's values, the environment's prompts, and the run's numbers."""
         if (environment := values.get("environment")) is not None:
-            source = {"prompts": str(as_text(environment)), "reward": "reasoning-gym"}
-            if not source["prompts"].startswith(PREFIX):
-                source = {"reward": "environment"}
-            values = source | values
+            source = str(as_text(environment))
+            gives_rows = {"prompts": source} if source.startswith(SOURCES) else {}
+            reward = "reasoning-gym" if source.startswith(reasoning_gym.PREFIX) else "environment"
+            values = {"reward": reward, **gives_rows} | values
         if values.get("agent") is not None or values.get("agent_command") is not None:
             values = {"reward": "environment"} | values
         if (rule := ALGORITHMS.get(str(values.get("algorithm", cls.model_fields["algorithm"].default)))) is not None:
@@ -134,12 +136,18 @@ class TrainOptions(RunOptions):
     @property
     def converses(self) -> bool:
         """Say whether the environment has several turns."""
-        return self.environment is not None and not self.environment.startswith(PREFIX)
+        return self.environment is not None and not self.environment.startswith(SOURCES)
+
+    @property
+    def agent_function(self) -> str | None:
+        """Return the `module:function` of the agents; None without agents, and for a command."""
+        of_verifiers = self.environment is not None and self.environment.startswith(verifiers.PREFIX)
+        return verifiers.EPISODE if of_verifiers else self.agent
 
     @property
     def runs_agents(self) -> bool:
         """Say whether agents draw from the policy."""
-        return self.agent is not None or self.agent_command is not None
+        return self.agent_function is not None or self.agent_command is not None
 
     @property
     def critic_grid(self) -> ParallelDims:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from rl_train.options.functions import find_in_working_folder
 
 # Seconds that the end of a run waits for each logger.
 _PATIENCE = 60.0
@@ -140,8 +141,7 @@ def names(text: str) -> list[str]:
 
 def check_loggers(text: str) -> None:
     """Raise ValueError for a logger that is unknown, or whose library is not installed."""
-    if (working_folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, working_folder)
+    find_in_working_folder()
     for name in names(text):
         if name not in LOGGERS and ":" not in name:
             raise ValueError(f"logger={name!r} must be {', '.join(LOGGERS)}, or module:Class, such as logs:Mine")

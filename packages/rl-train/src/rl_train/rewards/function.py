@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from parallel_models.engine import Progress, unwatched
 from rl_train.agents.pool import Agents
 from rl_train.environments.pool import Environments
+from rl_train.options.functions import find_in_working_folder
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.judge import JUDGEMENTS, Judge, Judgements
 from rl_train.rewards.pool import RewardPool
@@ -80,8 +80,7 @@ def parse_rewards(text: str) -> list[NamedReward]:
 
 def check_rewards(text: str) -> None:
     """Raise ValueError unless `parse_rewards` reads the text, and each module and rubric exists."""
-    if (working_folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, working_folder)
+    find_in_working_folder()
     for reward in parse_rewards(text):
         if reward.rubric is not None:
             Rubric.read(reward.rubric)
