@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typer.testing import CliRunner
 
 from parallel_models import SamplingOptions
 from rl_models import Batch
+from rl_train.agents.pool import Agents
 from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
 from rl_train.loop.agent_episodes import AgentEpisodes
@@ -152,6 +157,86 @@ def test_commands_that_fail_are_ended(draw: Draw) -> None:
         draw([{}], agent_command="no-such-program x")
 
 
+# Logs its arguments and what it has of the run's environment; `run` runs the command behind the image.
+DOCKER = """#!{python}
+import json, os, sys
+log = {{"arguments": sys.argv[1:], "environment": sorted(name for name in os.environ if name.startswith("OPENAI"))}}
+with open({log!r}, "a") as file:
+    file.write(json.dumps(log) + "\\n")
+if sys.argv[1] == "run":
+    command = sys.argv[sys.argv.index("an/image:1") + 1 :]
+    os.execvp(command[0], command)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """Put a program `docker` on PATH; return what it was called with."""
+    log = tmp_path / "docker.jsonl"
+    (tmp_path / "docker").write_text(DOCKER.format(python=sys.executable, log=str(log)))
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+
+
+IMAGE = {"agent_command": COMMAND, "agents.image": "an/image:1"}
+
+
+def test_a_command_in_a_container(draw: Draw, docker: Callable[[], list[Any]]) -> None:
+    """Each episode has a container with a name, the endpoint's network and two variables; its end removes it."""
+    batch, _, _, _ = draw(
+        [{"turns": 2}], n=2, **IMAGE, **{"agents.memory": 1.5, "agents.container": "docker --gpus all"}
+    )
+    assert totals(batch)["environment_reward"].tolist() == [2, 2]
+    keys = ["OPENAI_API_KEY", "OPENAI_BASE_URL"]
+    names = [call["arguments"][4] for call in docker()]
+    assert len(set(names)) == 2
+    size = f"{3 * 2**19}k"
+    assert docker() == [
+        {
+            "arguments": [
+                *("run", "--rm", "--interactive", "--name", name, "--network", "host"),
+                *("--env", "OPENAI_BASE_URL", "--env", "OPENAI_API_KEY", "--memory", size, "--memory-swap", size),
+                *("--gpus", "all", "an/image:1", *COMMAND.split()),
+            ],
+            "environment": keys,
+        }
+        for name in names
+    ]
+
+
+def test_a_container_that_fails_is_removed(draw: Draw, docker: Callable[[], list[Any]]) -> None:
+    """After its time, and when the run ends meanwhile."""
+    with pytest.raises(ValueError, match=r"the agent took longer than --agents.timeout"):
+        draw([{}], **IMAGE | {"agent_command": "sleep 30", "agents.timeout": 1.0})
+    run, remove = (call["arguments"] for call in docker())
+    assert remove == ["rm", "--force", run[4]]
+    assert "--memory" not in run
+    agents = Agents(TrainOptions(model=Path("m"), prompts=Path("p"), **IMAGE | {"agent_command": "sleep 30"}))
+    end = agents.run(lambda: agents.run_of("http://127.0.0.1:9", "key", {}))
+    while len(docker()) < 3:
+        time.sleep(0.01)
+    agents.close()
+    assert end.result(5).error == "was closed"
+    assert docker()[-1]["arguments"] == ["rm", "--force", docker()[-2]["arguments"][4]]
+
+
+@pytest.mark.slow
+def test_a_command_in_a_real_container(draw: Draw) -> None:
+    """Where a daemon answers, and the image can be had."""
+    image = "python:3.12-alpine"
+    for program in ("docker", "podman"):
+        if shutil.which(program) and not subprocess.run([program, "pull", image], capture_output=True).returncode:
+            break
+    else:
+        pytest.skip("neither docker nor podman has a daemon that answers")
+    source = (Path(__file__).parents[1] / "programs.py").read_text()
+    command = shlex.join(["python", "-c", source])
+    container = {"agents.image": image, "agents.container": program, "agents.memory": 1.0}
+    batch, _, _, _ = draw([{"turns": 2}], agent_command=command, **container)
+    assert totals(batch)["environment_reward"].tolist() == [2]
+
+
 def test_rewards_and_limits(draw: Draw) -> None:
     """A reward by a call; a limit of calls, whose error the agent does not catch, and one of tokens."""
     batch, _, _, _ = draw([{"does": "report"}])
@@ -172,6 +257,9 @@ def test_mistakes_of_options(chat_model: Path, prompts: Path) -> None:
         ({"agent": "programs:wrong"}, r"it takes \(base_url: 'str'\) -> 'None'; an agent takes \(base_url, row\)"),
         ({"agent": "programs:talk", "agent_command": "x"}, "agent_command=x needs no other agent"),
         ({"agent": "programs:talk", "environment": "talks:Talk"}, "environment=talks:Talk needs no agent"),
+        ({"agent": "programs:talk", "agents.image": "x"}, "agents.image=x needs agent_command"),
+        ({"agent_command": "x", "agents.memory": 2.0}, "agents.memory=2.0 needs agents.image"),
+        ({"agent_command": "x", "agents.image": "y", "agents.container": "nerd"}, "y needs nerd, which is not on PATH"),
         ({"agents.max_calls": 3, "reward": "environment"}, "agents.max_calls=3 needs agent=module:function"),
     ):
         with pytest.raises(ValueError, match=error):

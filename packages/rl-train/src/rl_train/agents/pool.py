@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
+from rl_train.agents.container import Container
 from rl_train.agents.worker import Ended, Run
 from rl_train.options.options import TrainOptions
 from rl_train.processes.errors import ProcessLost
@@ -20,14 +21,17 @@ class Agents:
     """The agents of a run's episodes, in `--rewards.workers` processes. Close them at the end.
 
     At most `--agents.concurrent` episodes run at a time. A process that ends is started again; the episodes that it ran
-    have failed. A function that does not return within its time is left behind in its thread; a command is killed.
+    have failed. A function that does not return within its time is left behind in its thread; a command is killed,
+    and its container removed.
 
     Raises:
-        ValueError: The module cannot be imported, or the function does not take a base URL and a row.
+        ValueError: The module cannot be imported, the function does not take a base URL and a row, or the program of
+            containers is not installed.
     """
 
     def __init__(self, options: TrainOptions, workers: int | None = None) -> None:
-        self._command, self._limit = options.agent_command, options.agents.timeout
+        self._command, self._options = options.agent_command, options.agents
+        Container.of(self._options)  # for its error
         module, _, name = (options.agent_function or _COMMAND).partition(":")
         self._numbers = itertools.count()
         with ExitStack() as stack:
@@ -51,7 +55,8 @@ class Agents:
 
     def run_of(self, base_url: str, key: str, row: dict[str, object]) -> Run:
         """Return an episode with the limits of the options."""
-        return Run(base_url, key, row, self._limit, self._command)
+        container = Container.of(self._options)
+        return Run(base_url, key, row, self._options.timeout, self._command, container)
 
     def close(self) -> None:
         """End all processes."""
@@ -61,8 +66,11 @@ class Agents:
     def _run(self, begin: Callable[[], Run]) -> Ended:
         process = self._processes[next(self._numbers) % len(self._processes)]
         process.start()
+        run = begin()
         try:
-            ended: Ended = process.submit("answer", begin()).result()
+            ended: Ended = process.submit("answer", run).result()
         except ProcessLost as loss:
-            return Ended(error=loss.reason)
+            ended = Ended(error=loss.reason)
+        if ended.error is not None and run.container is not None:
+            run.container.remove()
         return ended

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from rl_train.agents.container import Container
 from rl_train.environments.worker import answer_all, in_thread
 from rl_train.processes.child import forks_leave
 from rl_train.processes.errors import cut
@@ -30,7 +31,7 @@ _MOST_SHOWN = 500
 class Run(NamedTuple):
     """An episode: the endpoint and its key, the row, and the limit in seconds.
 
-    `command` runs in place of the function.
+    `command` runs in place of the function, in the container if there is one.
     """
 
     base_url: str
@@ -38,6 +39,7 @@ class Run(NamedTuple):
     row: Mapping[str, Any]
     limit: float
     command: str | None = None
+    container: Container | None = None
 
 
 class Ended(NamedTuple):
@@ -96,10 +98,13 @@ class _Host:
 
 async def _command(run: Run, command: str) -> Ended:
     """Run a command with the row as a JSON line on its standard input; at the end all its processes end."""
+    arguments = shlex.split(command)
+    if run.container is not None:
+        arguments = run.container.command(arguments)
     environment = {"OPENAI_BASE_URL": run.base_url, "OPENAI_API_KEY": run.key}
     try:
         process = await asyncio.create_subprocess_exec(
-            *shlex.split(command),
+            *arguments,
             stdin=PIPE,
             stdout=DEVNULL,
             stderr=PIPE,

@@ -38,6 +38,9 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
             options.runs_agents,
             "agent=module:function, agent_command or environment=verifiers:TASKSET",
         )
+    yield "agents.image", options.agent_command is not None, "agent_command"
+    for name in ("container", "memory"):
+        yield f"agents.{name}", options.agents.image is not None, "agents.image"
     alone = options.agent is None and options.agent_command is None
     yield "environment", alone, "no agent: both would run the episodes"
     yield "agent_command", options.agent is None, "no other agent"

@@ -67,6 +67,12 @@ class AgentOptions(BaseModel):
     """Maximum number of calls of the model in an episode; later calls are refused."""
     max_tokens: CountOrZero = 0
     """Maximum number of drawn tokens in an episode (0: no limit)."""
+    image: Free[Text | None] = None
+    """Image of the container in which --agent-command runs, one for each episode (default: no container)."""
+    container: Free[Text] = "docker"
+    """Program that runs the container, docker or podman, and further options of its command run."""
+    memory: Free[Positive | None] = None
+    """Memory of a container in GiB (default: no limit)."""
 
 
 class CriticOptions(BaseModel):
