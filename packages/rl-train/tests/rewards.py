@@ -36,6 +36,12 @@ def constant(prompt: str, response: str, row: Mapping[str, Any]) -> int:
     return 1
 
 
+def as_expected(prompt: str, response: Any, row: Mapping[str, Any]) -> float:
+    """Whether the reward sees what the row says."""
+    seen = [prompt, str(response), response.raw, response.tokens, response.finish_reason, response.environment_reward]
+    return float(seen == row["sees"])
+
+
 def slow_alphabet(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     time.sleep(0.02)
     return alphabet(prompt, response, row)

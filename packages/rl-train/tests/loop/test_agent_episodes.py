@@ -250,6 +250,27 @@ def test_rewards_and_limits(draw: Draw) -> None:
     assert totals(batch)["truncated"].tolist() == [2]  # the last answer is cut, and then a call is refused
 
 
+def test_a_scorer_reads_the_trajectory(draw: Draw) -> None:
+    """All drawn texts of an episode, sample by sample, in place of the agent's reward or beside it."""
+    sees = ["c", "di", "d</s>ab</s>i</s>", [A + 3, END, A + 8, END], "stop", 2.0]
+    forgets = ["c", "de", "d</s>e</s>", [A + 3, END, A + 4, END], "stop", 1.0]
+    cut = ["c", "d", "d</s>", [A + 3, END], "length", 0.0]
+    rows = [
+        {"turns": 2, "sees": sees},
+        {"turns": 2, "does": "forget", "sees": forgets},
+        {"does": "nothing", "sees": [*cut[:4], "stop", 0.0]},
+        {"does": "raise", "sees": cut},
+    ]
+    for reward, scores in (
+        ("rewards:as_expected", [1, 1, 1, 0]),
+        ("rewards:as_expected,environment@0.1", [1.2, 1.1, 1, 0]),
+    ):
+        batch, _, said, scorer = draw(rows, reward=reward, **{"rewards.errors": "zero"})
+        scored = scorer(Path("rows"), scorer.checked_run.prompts, batch)
+        assert scored.scores.tolist() == pytest.approx(scores)
+        assert (scored.errors, len(said)) == (1, 2)
+
+
 def test_mistakes_of_options(chat_model: Path, prompts: Path) -> None:
     for given, error in (
         ({"agent": "programs"}, "agent='programs' must be module:function"),

@@ -139,5 +139,6 @@ class Scorer:
             count = "a reward failed and counts" if result.errors == 1 else f"{result.errors} rewards failed and count"
             self.tell(f"{count} as 0; {result.error}")
         rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.each.items()}
-        errors = result.errors + int(sum(totals(batch).get("failed", ())))
-        return Scored(torch.tensor(result.total, dtype=torch.float32), rewards, errors, result.answers, result.costs)
+        failed = totals(batch).get("failed", torch.zeros(len(prompts)))
+        scores, errors = torch.tensor(result.total, dtype=torch.float32), result.errors + int(failed.sum())
+        return Scored(scores * (failed == 0), rewards, errors, result.answers, result.costs)
