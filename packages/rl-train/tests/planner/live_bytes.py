@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from parallel_layers import ModelConfig
 from parallel_layers.head import SamplingMask
 from rl_models import Batch, LossInputs, losses
+from rl_models.calls import Divergence
 from rl_train.planner.memory import MemoryOptions
 
 
@@ -50,8 +51,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def maximise(inputs: LossInputs) -> losses.LossTerms:
-    """Log-probabilities, values, or both: every other of a worker's outputs."""
-    return losses.LossTerms(-sum(list(inputs.outputs.values())[::2]))
+    """Log-probabilities, values, or both: every other of a worker's outputs; and a teacher's divergence."""
+    taught = inputs["divergence"] if "divergence" in inputs.batch.fields else 0.0
+    return losses.LossTerms(taught - sum(list(inputs.outputs.values())[::2]))
 
 
 def random_batch(tokens: int, length: int = 128) -> Batch:
@@ -84,8 +86,14 @@ def measure(group: ProcessGroup, path: Path, kind: Any, options: MemoryOptions) 
     if options.mask_width:
         others = (batch.tokens[:, None] + torch.arange(options.mask_width)) % SIZES["vocab_size"]
         batch = replace(batch, sampling_mask=SamplingMask.from_rows(list(others)))
-    worker.update(batch, maximise)
+    further, held = {}, []
+    if options.teacher_size:
+        worker.load_teacher_head(path)
+        states = torch.randn(batch.num_tokens, options.teacher_size, dtype=options.dtype)
+        batch, further = batch.with_fields(teacher_states=states), {"divergence": Divergence("reverse_kl")}
+        held = [states, worker.teacher_head.weight]
+    worker.update(batch, maximise, **further)
     with LiveBytes() as live:
-        live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors())
-        worker.update(batch, maximise)
+        live.hold(*worker.engine.module.parameters(), *worker.optimizer.tensors(), *held)
+        worker.update(batch, maximise, **further)
     return live.peak

@@ -97,17 +97,28 @@ def test_the_first_table_is_of_the_ranks_that_were_asked_for(model: Path) -> Non
 def test_a_terminal_of_80_columns_shows_every_word_and_number_whole(model: Path, shared: bool) -> None:
     # Models of some hundred GiB on a rank.
     command = ["plan", "--model", str(model), "--tokens", "40000000", "--dims", "pp=2,tp=2", "--reference"]
-    flags = ["--share-backbone" if shared else "--critic", "--gpu-gib", "900", "--mask-width", "2"]
+    flags = [
+        "--share-backbone" if shared else "--critic",
+        "--gpu-gib",
+        "900",
+        "--mask-width",
+        "2",
+        "--teacher",
+        str(model),
+    ]
     result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     planned = json.loads(CliRunner().invoke(app, [*command, *flags, "--json"]).stdout)
     rows = [line.split() for line in result.stdout.splitlines()]
-    # Four micro-batches of 4e7 tokens, three copies, 4 bytes for each of two tokens.
-    assert "stage 1: 3.58 GiB of sampling masks" in result.stdout
+    # Four micro-batches of 4e7 tokens, three copies, 4 bytes for each of two tokens and 8 for their offset.
+    assert "stage 1: 7.15 GiB of sampling masks" in result.stdout
+    assert "GiB of a teacher's hidden states" in result.stdout
     for name, stages in planned["models"].items():
         for number, memory in enumerate(stages):
             columns = [
-                size for column, size in memory.items() if column not in ("masks", "cache", "generation", "host")
+                size
+                for column, size in memory.items()
+                if column not in ("masks", "states", "cache", "generation", "host")
             ]
             assert [name, str(number), *(f"{size / 2**30:.2f}" for size in columns)] in rows
     assert max(memory["total"] for stages in planned["models"].values() for memory in stages) > 100 * 2**30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,31 @@ def test_files_say_whether_there_are_prediction_layers(models: Path) -> None:
     (of_files,) = plan_memory(checkpoint, options, role="causal_lm", trained=False)
     (of_config,) = plan_memory(checkpoint.config, options, role="causal_lm", trained=False)
     assert of_files.weights == 4 * sum(math.prod(shape) for shape in checkpoint.shapes.values()) < of_config.weights
+
+
+def test_a_teacher_has_a_model_a_head_and_states(model: Path, tmp_path: Path) -> None:
+    """The head is the last stage's; the policy without its adapters is a teacher without a model of its own."""
+    wide = json.loads((model / "config.json").read_text()) | {"hidden_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    grid = ParallelDims(tp=2, pp=2)
+    options = MemoryOptions(dims=grid, tokens=64, micro_batches=3, dtype=torch.bfloat16, mask_width=3)
+    plain, taught = (
+        plan_models(Checkpoint(model), options, critic=False, reference=False, teacher=teacher)
+        for teacher in (None, Checkpoint(tmp_path))
+    )
+    # Half of 1000 rows in bf16; the states of three micro-batches twice, and of one that is picked.
+    head = [0, 500 * 192 * 2]
+    for stage, (before, after) in enumerate(zip(plain.models["actor"], taught.models["actor"], strict=True)):
+        assert after.weights - before.weights == head[stage]
+        assert (before.states, after.states) == (0, 7 * 64 * 192 * 2)
+    assert taught.models["actor"][1].logits > plain.models["actor"][1].logits
+    assert set(taught.models) == {"actor", "teacher"}
+    adapted = plan_models(
+        Checkpoint(model), replace(options, lora=LoraOptions(8)), critic=False, reference=False,
+        teacher=Checkpoint(model),
+    )  # fmt: skip
+    assert set(adapted.models) == {"actor"}
+    assert adapted.models["actor"][1].states == 7 * 64 * 128 * 2
 
 
 def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:

@@ -52,6 +52,7 @@ BF16 = {"dtype": torch.bfloat16}
 
 
 MASKED = {"mask_width": 200}
+TAUGHT = {"teacher_size": SIZES["hidden_size"]}
 
 
 ADAPTED = {"lora": LoraOptions(16)}
@@ -88,6 +89,10 @@ MORE_CASES = [
     Case("llama", 1024, ParallelDims(tp=2), MASKED | BF16),
     Case("llama", 1024, ParallelDims(pp=2), MASKED),
     Case("llama", 1024, options={"mask_width": 20, **BF16}),
+    Case("llama", 1024, options=TAUGHT),
+    Case("llama", 1024, ParallelDims(tp=2), TAUGHT | BF16),
+    Case("llama", 1024, ParallelDims(pp=2), TAUGHT | BF16),
+    Case("llama", 1024, ParallelDims(dp=2), TAUGHT),
     Case("mixture", 1024, ParallelDims(dp=2, ep=2)),
     Case("llama", 1024, ParallelDims(pp=2)),
     Case("norms over all heads", 1024, options={"recompute": "full"}),

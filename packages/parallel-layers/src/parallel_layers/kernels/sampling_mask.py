@@ -63,7 +63,7 @@ def _check_kernel(ids_ptr, offsets_ptr, labels_ptr, counts_ptr, num_tokens, voca
 def label_counts(ids: Tensor, offsets: Tensor, labels_T: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return how often each row has its label, and how many of its ids are outside the vocabulary, `[T]` int32."""
     counts = torch.empty(2, len(labels_T), dtype=torch.int32, device=ids.device)
-    if len(labels_T):
+    if len(labels_T) and not ids.is_meta:
         _check_kernel[(len(labels_T),)](
             ids, offsets, labels_T, counts, len(labels_T), vocab_size, BLOCK=1024, num_warps=4
         )

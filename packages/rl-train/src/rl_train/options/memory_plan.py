@@ -28,6 +28,9 @@ class PlanOptions(Options):
     """Add a critic that is a head on the actor's layers."""
     reference: bool = False
     """Add a reference of the same size."""
+    teacher: Folder | None = None
+    """Add a teacher of this checkpoint, whose whole distribution the policy learns from (--objective.divergence): the
+    model, its head beside the policy's, and its hidden states in the batch (default: none)."""
     offload: bool = False
     """Keep one model on the devices and offload the others to host memory."""
     repeated: Annotated[Number, Field(ge=0, lt=1)] = 0.0

@@ -33,7 +33,7 @@ OFFLOADED_OPTIMIZER = 2.0
 
 
 def fitting(
-    model: Checkpoint, options: MemoryOptions, limit: int, *, ranks: int | None = None, **models: bool
+    model: Checkpoint, options: MemoryOptions, limit: int, *, ranks: int | None = None, **models: Any
 ) -> list[Planned]:
     """Return the grids of `ranks` ranks whose peak is at most `limit` bytes, each with the fastest savings that fit.
 
@@ -72,7 +72,7 @@ def fitting(
 
 
 def _fastest(
-    model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, bool]
+    model: Checkpoint, options: MemoryOptions, limit: int, models: dict[str, Any]
 ) -> tuple[float, Planned] | None:
     """Return the cost in forwards, and the plan, of the fastest savings that fit; None if nothing fits."""
 

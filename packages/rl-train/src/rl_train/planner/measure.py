@@ -23,7 +23,7 @@ from ckpt.transfer import float8_sides
 from parallel_layers import ModelConfig, PackedSequence
 from parallel_layers.attention import SharedKeys
 from parallel_layers.data import SharedPrefixes
-from parallel_layers.head import SamplingMask
+from parallel_layers.head import Distillation, SamplingMask, TeacherHead
 from parallel_layers.kernels import planned_for
 from parallel_layers.linear import round_again_
 from parallel_layers.model import LoraOptions, add_lora_, hold_in_float8_
@@ -226,12 +226,23 @@ def _run(module: PackedModel, chunk: Chunk, run: ModelRun) -> list[PartBytes]:
     earlier = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     others = [] if hidden is None else [hidden]
     others += [] if mask is None else [mask.ids, mask.offsets]
+    distillation = None
+    if options.teacher_size and chunk.last:
+        entries = -(-run.model.vocab_size // options.dims.tp)
+        states, rows = (
+            torch.empty(n, options.teacher_size, dtype=module.dtype, device="meta") for n in (tokens, entries)
+        )
+        others += [states, rows]
+        teacher = TeacherHead(states, rows, group=module.group, vocab_size=run.model.vocab_size)
+        distillation = Distillation(teacher, "reverse_kl")
     with LiveBytes([*module.parameters(), *module.buffers(), *earlier, *others]) as live:
         marks = _Marks(module, chunk, live, sum(gradient.nbytes for gradient in earlier))
         with torch.set_grad_enabled(run.trained):
             packed, shared = _pack(tokens, options)
             if chunk.last:
-                outputs = module.outputs(packed, hidden, chunk=chunk, sampling_mask=mask, shared=shared)
+                outputs = module.outputs(
+                    packed, hidden, chunk=chunk, sampling_mask=mask, shared=shared, distillation=distillation
+                )
             else:
                 outputs = (module(packed, hidden, chunk=chunk),)
                 marks.before(outputs[0])

@@ -19,7 +19,7 @@ class Memory:
     """Bytes of one model on one rank, at the time of the peak.
 
     Attributes:
-        weights: Bytes of this rank's weights and adapters.
+        weights: Bytes of this rank's weights and adapters, and of its part of a teacher's head.
         optimizer: Moments and fp32 master weights on the device.
         gradients: Gradients of earlier parts of the model, or of earlier micro-batches, at the peak. FSDP2 shards them
             only after the last micro-batch.
@@ -30,6 +30,7 @@ class Memory:
         logits: Needed in addition while the final norm and the heads run, with their gradients and cuBLAS's
             workspaces.
         masks: Sampling masks of the batch, and their copies in its micro-batches.
+        states: A teacher's hidden states of the batch, and their copies in its micro-batches.
         cache: Keys and values while responses are drawn, with nothing of the update beside them.
         generation: Needed in addition then: all weights gathered, with `CacheOptions.experts="gather"` also those of
             the other ranks' experts, with `CacheOptions.float8` the copies in FP8, and a prompt's layer or a step's
@@ -45,6 +46,7 @@ class Memory:
     layer: int = 0
     logits: int = 0
     masks: int = 0
+    states: int = 0
     cache: int = 0
     generation: int = 0
     host: int = 0
@@ -57,7 +59,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the bytes at the peak: of an update, whose head ends before a layer runs backward, or of a draw."""
-        update = self.gradients + self.gathered + self.activations + self.masks + max(self.layer, self.logits)
+        held = self.gradients + self.gathered + self.activations + self.masks + self.states
+        update = held + max(self.layer, self.logits)
         return self.resting + max(update, self.cache + self.generation)
 
 
@@ -77,6 +80,7 @@ class MemoryOptions(EngineOptions):
         device: "cuda" or "cpu", which decides the size of the head's tiles, and whether kernels are fused.
         cache: The cache of an actor that generates; None: the actor does not.
         mask_width: Mean number of ids of a row of the batch's sampling mask; 0: the batch has none.
+        teacher_size: The hidden size of a teacher whose whole distribution the model learns from; 0: there is none.
     """
 
     dims: ParallelDims
@@ -87,6 +91,7 @@ class MemoryOptions(EngineOptions):
     device: Literal["cuda", "cpu"] = "cuda"
     cache: CacheOptions | None = None
     mask_width: int = 0
+    teacher_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt import Checkpoint, Role
 from parallel_layers import ParallelDims
+from parallel_models import model_config
 from rl_train.planner.memory import Memory, MemoryOptions
 from rl_train.planner.plan import plan_memory
 
@@ -62,6 +63,7 @@ def plan_models(
     *,
     critic: bool,
     reference: bool,
+    teacher: Checkpoint | None = None,
     share_backbone: bool = False,
     offload: bool = False,
 ) -> Planned:
@@ -69,6 +71,8 @@ def plan_models(
 
     With `share_backbone`, actor and critic are one model, an `ActorCritic`. With adapters the critic learns on the
     actor's frozen base, which is counted once unless models are offloaded, and the reference is the actor without them.
+    The actor learns from the whole distribution of a `teacher`, of which it holds the head; with adapters a teacher of
+    the same checkpoint is the actor without them.
     """
     if critic and share_backbone:
         raise ValueError(
@@ -81,6 +85,8 @@ def plan_models(
     if share_backbone:
         trained = {"actor_critic": "causal_lm_with_value"}
     without_cache = replace(options, cache=None)
+    if teacher is not None:
+        options = replace(options, teacher_size=model_config(teacher).decoder.hidden_size)
     models = {
         name: plan_memory(model, without_cache if role == "value" else options, role=role, trained=True)
         for name, role in trained.items()
@@ -93,6 +99,10 @@ def plan_models(
         ]
     if reference and options.lora is None:
         models["reference"] = plan_memory(model, without_cache, role="causal_lm", trained=False)
+    if teacher is not None and (options.lora is None or teacher.path != model.path):
+        models["teacher"] = plan_memory(
+            teacher, replace(without_cache, lora=None, base_format=None), role="causal_lm", trained=False
+        )
     return Planned(options, models, offload)
 
 

@@ -74,11 +74,16 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     whole_experts = run.copies * options.dims.replicate == 1
     sharded = {name: numel for name, numel in held.items() if not whole_experts or ".experts." not in name}
     workspaces = WORKSPACES[options.device]
+    # The rows of a teacher's head are divided by tp alone, on the last stage; its states are whole on every rank.
+    is_last = chunks[-1].pp[0] == options.dims.pp - 1
+    teacher = -(-run.model.vocab_size // options.dims.tp) * options.teacher_size * size * is_last
     common = Memory(
-        _divided_over(held, run.data, run.copies),
+        _divided_over(held, run.data, run.copies) + teacher,
         gathered=_gathered(sharded, options.dims.pp) if run.divided else 0,
         # int32 ids and int64 offsets: in the batch, in its micro-batches, and shifted to the tokens before.
         masks=3 * (4 * options.mask_width + 8) * options.tokens * options.received * bool(options.mask_width),
+        # In the batch and in its micro-batches, of which one is picked from the batch at a time.
+        states=(2 * options.received + 1) * options.tokens * options.teacher_size * size,
         cache=cache,
     )
     if options.cache is not None:
