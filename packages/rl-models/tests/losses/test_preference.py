@@ -145,6 +145,23 @@ def test_bradley_terry_compares_the_values_at_the_ends() -> None:
     assert not values.grad[~batch.mask].any()
 
 
+def test_ipo_equals_its_formula() -> None:
+    batch = make_pairs()
+    log_probs, reference = random_column(batch, 0).requires_grad_(), random_column(batch, 1)
+    arguments = batch["pair"], batch.mask, batch.lengths
+    found = dpo(log_probs, reference, *arguments, beta=0.3, loss_type="ipo")
+    (found.loss * token_weights(batch, "sequence-mean", len(batch))).sum().backward()
+    plain = log_probs.detach().clone().requires_grad_()
+    ratios = (plain - reference).split(batch.lengths)
+    means = torch.stack([row[mask].mean() for row, mask in zip(ratios, batch.split("mask"), strict=True)])
+    chosen, rejected = means.view(-1, 2).unbind(1)
+    expected = (chosen - rejected - 1 / (2 * 0.3)).square()
+    expected.mean().backward()
+    torch.testing.assert_close(found.loss, expected[batch["pair"]])
+    torch.testing.assert_close(log_probs.grad, plain.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.metrics["reward_margin"], 0.3 * (chosen - rejected)[batch["pair"]].detach())
+
+
 def test_mistakes_are_named() -> None:
     batch = make_pairs()
     column = torch.zeros(batch.num_tokens)
@@ -162,6 +179,8 @@ def test_mistakes_are_named() -> None:
         run(batch, beta=0)
     with pytest.raises(ValueError, match=r"label_smoothing=0.5 must lie in \[0, 0.5\)"):
         run(batch, label_smoothing=0.5)
+    with pytest.raises(ValueError, match="must be 'sigmoid', or 'ipo' without label_smoothing"):
+        run(batch, label_smoothing=0.1, loss_type="ipo")
     with pytest.raises(ValueError, match=r"the sequences have \[3, 1, 1, 4, 2, 2\] tokens in the mask; .*with_ends"):
         bradley_terry(column, batch["pair"], batch.mask, batch.lengths)
     with pytest.raises(ValueError, match="3 prompts, 3 chosen responses, 2 rejected responses; give a chosen"):

@@ -8,8 +8,9 @@ the mean over pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ def dpo(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid",
 ) -> LossTerms:
     """Compute the loss of DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7), for each token of a pair.
 
@@ -35,7 +37,12 @@ def dpo(
 
         term = -(1 - e) log sigmoid(r_chosen - r_rejected) - e log sigmoid(r_rejected - r_chosen)
 
-    where e is the share of labels that are wrong (cDPO, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf). Take
+    where e is the share of labels that are wrong (cDPO, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf). With
+    `loss_type="ipo"` r takes the mean over the response, and (IPO, Azar et al. 2023, arXiv:2310.12036, equation 17)
+
+        term = ((r_chosen - r_rejected) / beta - 1 / (2 beta))^2
+
+    Take
     `aggregation="sequence-mean"` for the mean over pairs.
 
     Args:
@@ -44,7 +51,8 @@ def dpo(
         pair: `[T]`, the number of each token's pair (`Batch.from_pairs`).
         mask, lengths: The tokens of the responses, `[T]` bool, and the lengths of the sequences.
         beta: The strength of the KL constraint; a larger beta keeps the policy closer to the reference.
-        label_smoothing: e, in [0, 0.5).
+        label_smoothing: e, in [0, 0.5); 0 for "ipo".
+        loss_type: "sigmoid" or "ipo".
 
     Metrics: `chosen_reward` and `rejected_reward`, the implicit rewards; `reward_margin`, their difference; and
     `reward_accuracy`, the share of pairs whose chosen response has the larger one.
@@ -58,8 +66,17 @@ def dpo(
         raise ValueError(f"beta={beta} must be positive")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing={label_smoothing} must lie in [0, 0.5); it is the share of wrong labels")
+    if loss_type not in ("sigmoid", "ipo") or (loss_type == "ipo" and label_smoothing):
+        raise ValueError(f"{loss_type=} must be 'sigmoid', or 'ipo' without label_smoothing, got {label_smoothing=}")
     rewards = beta * (log_probs - reference_log_probs.detach())
-    return _preferred(rewards, pair, mask, lengths, smoothing=label_smoothing)
+    if loss_type == "ipo":
+        rewards = rewards / _counts(mask, lengths)
+        return _preferred(rewards, pair, mask, lengths, lambda margin_P: ((margin_P - 0.5) / beta).square())
+
+    def smoothed(margin_P: Tensor) -> Tensor:
+        return -(1 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)
+
+    return _preferred(rewards, pair, mask, lengths, smoothed)
 
 
 def simpo(
@@ -91,9 +108,8 @@ def simpo(
     same_shape(log_probs=log_probs, pair=pair, mask=mask)
     if not (beta > 0 and margin >= 0):
         raise ValueError(f"beta={beta} must be positive, and margin={margin} must not be negative")
-    sequence = sequence_ids(lengths, mask)
-    counts = torch.bincount(sequence[mask.bool()], minlength=len(lengths)).clamp(min=1)
-    return _preferred(beta * log_probs / counts[sequence], pair, mask, lengths, margin=margin)
+    rewards = beta * log_probs / _counts(mask, lengths)
+    return _preferred(rewards, pair, mask, lengths, lambda margin_P: -logsigmoid(margin_P - margin))
 
 
 def kto(
@@ -168,7 +184,13 @@ def bradley_terry(values: Tensor, pair: Tensor, mask: Tensor, lengths: Sequence[
             f"the sequences have {count.tolist()} tokens in the mask; a reward stands at one token of each: pass "
             "batch.with_ends() to update"
         )
-    return _preferred(values, pair, mask, lengths)
+    return _preferred(values, pair, mask, lengths, lambda margin_P: -logsigmoid(margin_P))
+
+
+def _counts(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the number of masked tokens of each token's sequence, at least 1, `[T]`."""
+    sequence = sequence_ids(lengths, mask)
+    return torch.bincount(sequence[mask.bool()], minlength=len(lengths)).clamp(min=1)[sequence]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -183,11 +205,9 @@ def _preferred(
     pair: Tensor,
     mask: Tensor,
     lengths: Sequence[int],
-    *,
-    smoothing: float = 0.0,
-    margin: float = 0.0,
+    loss: Callable[[Tensor], Tensor],
 ) -> LossTerms:
-    """Return the loss of each token's pair; the reward of a sequence is the sum of `rewards` `[T]` over the mask."""
+    """Return each token's `loss(r_chosen - r_rejected)` of its pair; r is the sum of `rewards` `[T]` over the mask."""
     sequence, mask = sequence_ids(lengths, mask), mask.bool()
     masked = torch.stack([torch.where(mask, rewards, 0), mask.to(rewards)])
     reward_N, count_N = masked.new_zeros(2, len(lengths)).index_add(1, sequence, masked)
@@ -201,8 +221,7 @@ def _preferred(
     # Sorting keeps the order of the batch within a pair.
     chosen_P, rejected_P = reward_N[number_N.argsort(stable=True)].view(-1, 2).unbind(1)
     margin_P = chosen_P - rejected_P
-    beyond_P = margin_P - margin
-    loss_P = -(1 - smoothing) * logsigmoid(beyond_P) - smoothing * logsigmoid(-beyond_P)
+    loss_P = loss(margin_P)
     metrics = {
         "chosen_reward": chosen_P,
         "rejected_reward": rejected_P,

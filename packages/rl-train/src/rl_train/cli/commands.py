@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import typing
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -17,26 +16,18 @@ from rich.progress import Progress
 
 from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
-from rl_train.options.command import PANELS, OptionsCommand, given, takes_options
+from rl_train.cli.recipes import add_recipes, examples
+from rl_train.options.command import OptionsCommand, given, takes_options
 from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
-from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import DEVICE
-
-if typing.TYPE_CHECKING:
-    from rl_train.loop.checked_run import CheckedRun  # takes seconds to import
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Device = Annotated[str | None, typer.Option(help=DEVICE)]
 Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as stored).")]
-
-
-def _examples(*lines: str) -> str:
-    """Return examples for the end of a command's help."""
-    return "\n\n".join(("Examples:", *lines))
 
 
 def _print_version(chosen: bool) -> None:
@@ -54,7 +45,7 @@ def main(
     """Reinforcement learning of language models on sharded actors and critics."""
 
 
-@app.command("quickstart", epilog=_examples("rl-train quickstart --out quickstart"))
+@app.command("quickstart", epilog=examples("rl-train quickstart --out quickstart"))
 def quickstart(
     out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the reward curve.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=10, help="Number of training steps.")] = 40,
@@ -79,7 +70,7 @@ def quickstart(
             Console().print(two_columns(result, "rl-train quickstart"))
 
 
-@app.command("score", epilog=_examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
+@app.command("score", epilog=examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
     data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
@@ -195,10 +186,10 @@ def plan(**arguments: Any) -> None:
 
 takes_options(plan, PlanOptions, as_json=(bool, False, typer.Option("--json", help="Print one JSON object.")))
 _PLAN = ("rl-train plan --model MODEL --ranks 8 --gpu-gib 80", "rl-train plan --model MODEL --dims tp=2,pp=2 --json")
-app.command("plan", cls=OptionsCommand, epilog=_examples(*_PLAN))(plan)
+app.command("plan", cls=OptionsCommand, epilog=examples(*_PLAN))(plan)
 
 
-@app.command("report", epilog=_examples("rl-train report RUN"))
+@app.command("report", epilog=examples("rl-train report RUN"))
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions.
 
@@ -215,59 +206,4 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
             typer.echo(advice, err=True)
 
 
-def train(**arguments: Any) -> None:
-    """Train a policy on prompts from a file with a reward in Python; the same command resumes a run that was stopped.
-
-    Every switch has a --no- form, such as --no-ray.
-    """
-    config, dry_run, as_json = (arguments.pop(name) for name in ("config", "dry_run", "as_json"))
-    checked_run: CheckedRun | None = None
-
-    def after() -> str:
-        from rl_train.loop.folder import how_to_go_on
-
-        return "no step was done" if checked_run is None or dry_run else how_to_go_on(checked_run.options)
-
-    with mistakes_as_messages(after):
-        if sys.stderr.isatty():
-            typer.echo("checking the options, the model and the prompts", err=True)
-        from rl_train.loop.checked_run import check_run
-        from rl_train.loop.folder import check_unlocked
-        from rl_train.loop.run import train as run
-        from rl_train.report.terminal import Display, counted, two_columns
-        from rl_train.rewards.function import Rewards
-
-        options = resolve(TrainOptions, config, given(arguments))
-        checked_run = check_run(options)
-        if dry_run:
-            check_unlocked(options.out)
-            Rewards(checked_run.options).close()
-            if as_json:
-                typer.echo(json.dumps(checked_run.describe()))
-            else:
-                Console().print(two_columns(checked_run.summary(), "This run can start; --json prints every option."))
-            return
-        grid = options.dims or "one rank"
-        title = f"rl-train: {options.algorithm} of {options.model.name} ({grid}), to {options.out}"
-        with Display(options.steps, title=title) as display:
-            result = run(checked_run, display)
-            model, page = options.out / "actor", options.out / "report.html"
-            steps = counted(options.steps, "step")
-            display({"message": f"done: after {steps} the model is in {model}, the curves in {page}"})
-        if as_json:
-            typer.echo(json.dumps(result))
-
-
-takes_options(
-    train,
-    TrainOptions,
-    PANELS,
-    config=(Path | None, None, typer.Option(help="YAML or TOML file of options; the command line overrides it.")),
-    dry_run=(bool, False, typer.Option("--dry-run", help="Check everything, print the checked run, and end.")),
-    as_json=(bool, False, typer.Option("--json", help="Print the last metrics, or the checked run, as JSON.")),
-)
-_TRAIN = (
-    "rl-train train --model MODEL --prompts prompts.jsonl --reward rewards:exact --out RUN --dry-run",
-    "rl-train train --config run.yaml --steps 200",
-)
-app.command("train", cls=OptionsCommand, epilog=_examples(*_TRAIN))(train)
+add_recipes(app)

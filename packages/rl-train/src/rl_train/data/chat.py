@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 Message = Mapping[str, Any]
 # Stands for an answer of the model where a template is asked what follows answers.
 _ANSWER = "THE-ANSWER-OF-THE-MODEL"
-_QUESTION = {"role": "user", "content": "."}
+_QUESTION, _PLAIN = {"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}
 
 
 class Following(NamedTuple):
@@ -58,6 +58,47 @@ class ChatTemplate:
                 raise ValueError(f'the chat template leaves out or changes the "{name}" of the last answer')
         return text
 
+    def answers(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, since: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a whole chat, and the begin and the end of each answer in it.
+
+        An answer begins where the model begins to draw, behind the text that asks for it, and has all that the template
+        writes for the message, through the end of the turn.
+
+        Args:
+            messages, tools: The chat; its messages of the role "assistant" are the answers.
+            since: The number of leading messages whose answers are left out.
+        """
+        text = self._text(messages, tools, answer=False)
+        spans: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            asked, after = self._text(messages[:number], tools), self._text(messages[: number + 1], tools, answer=False)
+            before = self._text(messages[:number], tools, answer=False) if number else ""
+            begin, end = self._agreeing(asked, text), len(after)
+            if begin < self._agreeing(before, asked):  # the template changes earlier messages
+                begin = _behind(text, asked[self._agreeing(before, asked) :], spans[-1][1] if spans else 0)
+            if not text.startswith(after):  # the last answer differs from answers before it
+                content = str(message.get("content") or "").strip()
+                content = content if text.find(content, begin) >= 0 and content in after else ""
+                place, last = _behind(text, content, begin), after.rfind(content) + len(content)
+                closing = after[last:][: self._agreeing(after[last:], text[place:])]
+                end = _behind(text, closing or self._end_of(_PLAIN, tools), place)
+            if not 0 <= begin < end:
+                raise ValueError(f"the chat template does not show where answer {len(spans) + 1} begins and ends")
+            spans.append((begin, end))
+        return text, spans[sum(message.get("role") == "assistant" for message in messages[:since]) :]
+
+    def _agreeing(self, first: str, second: str) -> int:
+        """Return the length of the longest common beginning of two texts that cuts no token of the first."""
+        length = len(_common(first, second))
+        if length == len(first):
+            return length
+        offsets = self._renderer(first, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return min((begin for begin, end in offsets if begin < length < end), default=length)
+
     def check(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> None:
         """Raise ValueError for a chat that ends with an answer, or if the template leaves out a part of the chat.
 
@@ -92,7 +133,7 @@ class ChatTemplate:
         Some templates show results of tools only after an answer with calls. For these the answer becomes a call.
         """
         try:
-            return self._following({"role": "assistant", "content": _ANSWER}, messages, tools)
+            return self._following(_PLAIN, messages, tools)
         except ValueError:
             if not any(message.get("role") == "tool" for message in messages):
                 raise
@@ -111,21 +152,21 @@ class ChatTemplate:
             marks: dict[str, str] = {}
             marked = self._after([*chat, _marked(messages[0], marks), *messages[1:]], tools)
             head = _common(text, *(marked.partition(mark)[0] for mark in marks))
-        key = repr(answer), bool(tools)
-        if key not in self._ends:
-            self._ends[key] = self._end(chat, tools)
-        return Following(text, head, _common(text, self._ends[key]), "tool_calls" in answer)
+        return Following(text, head, _common(text, self._end_of(answer, tools)), "tool_calls" in answer)
 
-    def _end(self, chat: Sequence[Message], tools: Sequence[Message] | None) -> str:
+    def _end_of(self, answer: Message, tools: Sequence[Message] | None) -> str:
         """Return the text between an answer and the beginning of the next answer; "" where a template refuses this.
 
         The last answer of a chat may end differently, as for gpt-oss.
         """
-        try:
-            begin = self._text([_QUESTION], tools).removeprefix(self._text([_QUESTION], tools, answer=False))
-            return self._after(chat, tools).removesuffix(begin)
-        except ValueError:
-            return ""
+        key = repr(answer), bool(tools)
+        if key not in self._ends:
+            try:
+                begin = self._text([_QUESTION], tools).removeprefix(self._text([_QUESTION], tools, answer=False))
+                self._ends[key] = self._after([_QUESTION, answer], tools).removesuffix(begin)
+            except ValueError:
+                self._ends[key] = ""
+        return self._ends[key]
 
     def _after(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
         _, answer, text = self._text(messages, tools).rpartition(_ANSWER)
@@ -177,6 +218,12 @@ def _form(message: Message) -> tuple[Any, ...]:
     content = message.get("content")
     kinds = [block.get("type") for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
     return message.get("role"), bool(content), type(content), *kinds, len(message.get("tool_calls") or ())
+
+
+def _behind(text: str, part: str, begin: int) -> int:
+    """Return the place behind the first `part` of a text from `begin` on; -1 if it has none."""
+    place = text.find(part, begin)
+    return -1 if place < 0 else place + len(part)
 
 
 def _common(*texts: str) -> str:

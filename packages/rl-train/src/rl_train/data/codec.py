@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from rl_train.data.chat import ChatTemplate, Message
 from rl_train.data.images import ImageChat
 from rl_train.data.sources import read_json
+
+# A chat template's mark of what a model learns.
+_MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 class TextCodec:
@@ -65,12 +69,13 @@ class TextCodec:
         values = read_json(file) if file.is_file() else {}
         return values if isinstance(values, dict) else {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return token ids; the tokenizer's special tokens surround the text, unless it already has them.
 
-        A rendered chat template, for example, already begins with the beginning-of-text token.
+        A rendered chat template, for example, already begins with the beginning-of-text token. Without `special` none
+        are added.
         """
-        encoding = self._tokenizer.encode(whole(text))
+        encoding = self._tokenizer.encode(whole(text), add_special_tokens=special)
         text_ids = [token for token, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if not added]
         leading = list(itertools.takewhile(bool, encoding.special_tokens_mask))
         before, after = encoding.ids[: len(leading)], encoding.ids[len(leading) + len(text_ids) :]
@@ -92,6 +97,37 @@ class TextCodec:
     def answered(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
         """Return the token ids of a chat that ends with an answer; see `ChatTemplate.answered`."""
         return self._ids(self._template.answered(self._begun(messages), tools or self.tools or None))
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, since: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a whole chat, and for each whether a model learns it.
+
+        A template with `{% generation %}` marks what is learned. Of other templates these are the answers, see
+        `ChatTemplate.answers`: what the model draws, without the beginning that its prompt has already.
+
+        Args:
+            messages, tools: The chat; its messages of the role "assistant" are the answers.
+            since: The number of leading messages whose answers are not learned.
+
+        Raises:
+            ValueError: The template refuses the chat, or shows no answer of it.
+        """
+        begun, tools = list(self._begun(messages)), tools or self.tools or None
+        since += len(begun) - len(messages)
+        text, spans = self._template.answers(begun, tools, since)
+        encoding = self._chat(whole(text), add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = encoding["input_ids"]
+        if _MARKS.search(self.template):
+            options = {"tools": tools, "return_dict": True, "return_assistant_tokens_mask": True}
+            marks = self._chat.apply_chat_template(begun, **options)["assistant_masks"]
+            first = spans[0][0] if since and spans else 0
+            return ids, [
+                bool(mark) and end > first for mark, (_, end) in zip(marks, encoding["offset_mapping"], strict=True)
+            ]
+        return ids, [
+            any(begin < stop and end > start for start, stop in spans) for begin, end in encoding["offset_mapping"]
+        ]
 
     def image_chat(self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], base: Path) -> ImageChat:
         """Return a chat with images of a row, whose relative paths begin at the folder `base`; see `ImageChat.of`."""

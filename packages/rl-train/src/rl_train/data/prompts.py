@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from rl_train.data.sources import (
 from rl_train.environments import reasoning_gym, verifiers
 
 # The fields that hold a prompt; a row has exactly one.
-_KINDS = {"tokens", "text", "messages"}
-# The fields of a chat. A text there is JSON if it begins as a chat or a schema does.
-_CHAT_FIELDS = {"messages", "tools"}
+KINDS = {"tokens", "text", "messages"}
+# A text in the fields of chats and tools is JSON if it begins as a chat or a schema does.
 _JSON_TEXT = re.compile(r"""\s*\[?\s*\{(?=.*["'](role|name)["'])""", re.DOTALL)
 
 
@@ -76,14 +75,13 @@ def read_prompts(
             too many tokens: the error names the row.
     """
     vocab_size = vocabulary_size(model)
-    codec, fields = TextCodec(model, system_prompt, tools), parse_columns(columns)
+    codec = TextCodec(model, system_prompt, tools)
     prompts = []
-    for number, row in _rows_of(path, codec) if rows is None else python_rows(rows):
+    for number, row in read_rows(path, codec, columns, KINDS, rows):
         try:
-            tokens, row, chat = _parse(row, codec, fields, path if path.is_dir() else path.parent)
+            tokens, row, chat = _parse(row, codec, path if path.is_dir() else path.parent)
             of_teacher = None if teacher is None else _parse_teacher(row, teacher, codec, seen=chat is not None)
-            if outside := [token for token in (*tokens, *(of_teacher or ())) if not 0 <= token < vocab_size]:
-                raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
+            require_ids((*tokens, *(of_teacher or ())), vocab_size)
             if max_tokens is not None and len(tokens) > max_tokens:
                 fix = "give a larger --max-tokens, or shorten the row"
                 raise ValueError(f"{len(tokens)} tokens are more than --max-tokens {max_tokens}; {fix}")
@@ -93,6 +91,48 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"{path} has no lines; write at least one prompt into it")
     return prompts
+
+
+def read_rows(
+    path: Path, codec: TextCodec, columns: str, kinds: Set[str], rows: Iterable[Any] | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the fields of each row; see `read_prompts` for the arguments.
+
+    Args:
+        path, columns, rows: The source.
+        codec: The tokenizer.
+        kinds: The fields that hold what a model reads; `columns` may give one of them in place of the others.
+
+    Raises:
+        ValueError: The source or a row cannot be read; the error names the row.
+    """
+    fields = parse_columns(columns)
+    for number, source_row in _rows_of(path, codec) if rows is None else python_rows(rows):
+        try:
+            row = parse_json(source_row) if isinstance(source_row, bytes) else source_row
+            if isinstance(row, Mapping):
+                row = _recognised(renamed(row, fields, kinds), kinds)
+                row = _fields(row, kinds, exact=isinstance(source_row, bytes))
+        except ValueError as error:
+            raise ValueError(f"{place(path, number)}: {error}") from None
+        yield number, row
+
+
+def _recognised(row: dict[str, Any], kinds: Set[str]) -> dict[str, Any]:
+    """Return a row with the fields for columns of TRL (`prompt`) and verl (`reward_model.ground_truth`)."""
+    prompt, judge = row.get("prompt"), row.get("reward_model")
+    if "prompt" not in kinds and not kinds & row.keys() and prompt:
+        is_chat = _JSON_TEXT.match(prompt) if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
+        row = row | {"messages" if is_chat else "text" if isinstance(prompt, str) else "tokens": prompt}
+    if "answer" not in row and isinstance(judge, Mapping) and judge.get("ground_truth") is not None:
+        row = row | {"answer": judge["ground_truth"]}
+    return row
+
+
+def require_ids(tokens: Iterable[int], vocab_size: int) -> None:
+    """Raise ValueError for token ids outside the vocabulary."""
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
 
 
 def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
@@ -129,19 +169,14 @@ def _no_prompt(value: Any) -> str:
     text_field = next((name for name in value if isinstance(value[name], str)), None)
     hint = (
         f"; train takes another field by --data.columns text={text_field}"
-        if text_field and not _KINDS & value.keys()
+        if text_field and not KINDS & value.keys()
         else ""
     )
     return f"{expected}, got the fields {field_names or '(none)'}{hint}"
 
 
-def _parse(
-    source_row: Any, codec: TextCodec, columns: Mapping[str, str], base: Path
-) -> tuple[list[int], dict[str, Any], ImageChat | None]:
-    value = parse_json(source_row) if isinstance(source_row, bytes) else source_row
-    if isinstance(value, Mapping):
-        value = _fields(renamed(value, columns, _KINDS), exact=isinstance(source_row, bytes))
-    if not isinstance(value, dict) or len(_KINDS & value.keys()) != 1:
+def _parse(value: Any, codec: TextCodec, base: Path) -> tuple[list[int], dict[str, Any], ImageChat | None]:
+    if not isinstance(value, dict) or len(KINDS & value.keys()) != 1:
         raise ValueError(_no_prompt(value))
     if "text" in value:
         if not isinstance(value["text"], str):
@@ -171,9 +206,10 @@ def _parse_teacher(row: Mapping[str, Any], column: str, codec: TextCodec, *, see
     """Return the tokens of the teacher's prompt, the column of a row whose own prompt may be `seen`, with images."""
     if column not in row:
         raise ValueError(f"there is no column {column!r} with the teacher's prompt; the columns are {', '.join(row)}")
-    (kind,) = _KINDS & row.keys()
+    (kind,) = KINDS & row.keys()
     try:
-        tokens, _, chat = _parse({kind: row[column], "tools": row.get("tools")}, codec, {}, Path())
+        fields = _fields({kind: row[column], "tools": row.get("tools")}, KINDS, exact=False)
+        tokens, _, chat = _parse(fields, codec, Path())
     except ValueError as error:
         raise ValueError(f"the teacher's prompt, column {column!r}: {error}") from None
     if seen or chat is not None:
@@ -181,11 +217,12 @@ def _parse_teacher(row: Mapping[str, Any], column: str, codec: TextCodec, *, see
     return tokens
 
 
-def _fields(row: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+def _fields(row: dict[str, Any], kinds: Set[str], *, exact: bool) -> dict[str, Any]:
     """Return a row without empty columns of prompts and tools, and with its chat as lists and mappings.
 
     Args:
         row: The row.
+        kinds: The fields that hold what a model reads.
         exact: Whether a null in a chat means null, as in JSON. In Arrow's rows each mapping has the keys of all
             mappings, and null means that the key is absent.
     """
@@ -195,8 +232,8 @@ def _fields(row: dict[str, Any], *, exact: bool) -> dict[str, Any]:
                 whole(text)
             except ValueError as error:
                 raise ValueError(f'"{name}": {error}') from None
-    row = {name: value for name, value in row.items() if value is not None or name not in _KINDS | _CHAT_FIELDS}
-    for name in _CHAT_FIELDS & row.keys():
+    row = {name: value for name, value in row.items() if value is not None or name not in kinds | {"tools"}}
+    for name in ((kinds | {"tools"}) - {"text", "tokens"}) & row.keys():
         value = row[name]
         if isinstance(value, str) and (name == "tools" or _JSON_TEXT.match(value)):
             try:

@@ -143,7 +143,7 @@ _INSTALL = "pip install 'datasets>=4'"
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """Parse `--data.columns`: the fields of a row, each with the column of the source that fills it."""
+    """Parse `--data.columns`: the fields of a row, each with the column, or `column.entry`, that fills it."""
     columns: dict[str, str] = {}
     for assignment in filter(None, text.split(",")):
         field, _, column = (name.strip() for name in assignment.partition("="))
@@ -161,9 +161,18 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str], prompts: Iterabl
         columns: The column of each field; see `parse_columns`.
         prompts: The fields that hold a prompt; a field of `columns` among these replaces the others.
     """
-    for column in columns.values():
-        if column not in row:
-            raise ValueError(f"there is no column {column!r}; the columns are {', '.join(map(repr, row))}")
     kinds = set(prompts) if columns.keys() & set(prompts) else set()
     row_without_prompts = {name: value for name, value in row.items() if name not in kinds}
-    return row_without_prompts | {field: row[column] for field, column in columns.items()}
+    return row_without_prompts | {field: _column(row, column) for field, column in columns.items()}
+
+
+def _column(row: Mapping[str, Any], column: str) -> Any:
+    """Return a column, or an entry inside a column of mappings, such as `reward_model.ground_truth`."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for step in column.split("."):
+        if not isinstance(value, Mapping) or step not in value:
+            raise ValueError(f"there is no column {column!r}; the columns are {', '.join(map(repr, row))}")
+        value = value[step]
+    return value

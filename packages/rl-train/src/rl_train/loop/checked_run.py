@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt import Checkpoint
 from parallel_layers import ParallelDims
-from parallel_layers.rotary import require_length
 from parallel_models import CacheOptions, Role, model_config
-from parallel_models.engine import checkpoint_folder, longest_sequence, max_positions, stored_dtype
-from rl_models import Actor, ActorCritic, Critic, Grid
-from rl_models.backends import offered, require_optimizer, require_options, row_of
+from parallel_models.engine import checkpoint_folder, max_positions
+from rl_models import Actor, ActorCritic, Critic
 from rl_train.agents.pool import Agents
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
@@ -31,13 +27,13 @@ from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.gateway.server import require_gateway
+from rl_train.loop.checked_models import check_model, check_reference, summary
 from rl_train.loop.checked_teacher import check_teacher
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.loop.resume import changed_inputs, inputs_of
-from rl_train.options.derived import cache_options, check, engine_options, optimizer_options
+from rl_train.options.derived import cache_options, check
 from rl_train.options.options import TrainOptions
-from rl_train.planner.plan import check_native_model
 from rl_train.report.loggers import check_loggers
 from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.weight_sync.buckets import WeightFormat
@@ -110,12 +106,9 @@ class CheckedRun:
 
     def summary(self) -> dict[str, Any]:
         """Return the summary of a dry run: some entries of `describe`, and all options that are given."""
-        options, entries = self.options, self.describe()
+        options = self.options
         omitted = TrainOptions(model=options.model, prompts=options.prompts, reward="", algorithm=options.algorithm)
-        defaults = omitted.to_json()
-        given = {name: value for name, value in options.to_json().items() if value != defaults[name]}
-        further_options = " ".join(f"{name}={given[name]}" for name in given if name not in _SHOWN)
-        return {name: entries[name] for name in _SHOWN} | {"further options": further_options or "none"}
+        return summary(options, omitted, self.describe(), _SHOWN)
 
 
 @dataclass(frozen=True)
@@ -293,28 +286,16 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         models.append((Critic.role, critic, options.critic_grid))
     if options.separate_reference:
         reference = Checkpoint(options.reference or options.model)
-        require_length(cache.max_length, longest_sequence(reference))
-        if options.backend == "parallel":
-            dims = options.grid_of(options.reference_dims)
-            engine = replace(engine_options(options, dims), lora=None, base_format=None)
-            check_native_model(reference, Actor.role, dims, engine, options.max_tokens, None)
+        check_reference(options, reference, options.grid_of(options.reference_dims), cache.max_length)
     for role, checkpoint, dims in models:
-        offered(options.backend, role, Grid(dims, torch.device("cpu")))
-        engine = engine_options(options, dims, role)
-        require_options(options.backend, engine)
-        require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
-        require_length(cache.max_length, longest_sequence(checkpoint))
+        draws = cache if role != "value" else None
+        planned = check_model(options, role, checkpoint, dims, cache.max_length, draws)
         if options.backend == "parallel":
-            draws = cache if role != "value" else None
-            planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, draws)
             cache_bytes = max(memory.cache for memory in planned) if draws is not None else cache_bytes
             replays = options.objective.router_replay or options.rollouts.routing
             replay = "router_replay" if options.objective.router_replay else "rollouts.routing"
             if replays and not any(model_config(checkpoint).moe):
                 raise ValueError(f"{replay}=True is for a mixture of experts, which {checkpoint} is not; leave it out")
-        scales = options.engine.dtype is not None or row_of(options.backend).scales_loss
-        if not scales and stored_dtype(checkpoint) == torch.float16:
-            raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")
     return cache_bytes
 
 

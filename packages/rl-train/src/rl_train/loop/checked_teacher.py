@@ -31,7 +31,7 @@ def check_teacher(options: TrainOptions, longest: int) -> None:
         require_vllm()
     reference = options.reference or options.model
     require_length(longest, longest_sequence(Checkpoint(reference)))
-    _check_tokens(TextCodec(options.model), TextCodec(reference))
+    check_tokens(TextCodec(options.model), TextCodec(reference))
     if options.objective.divergence is not None and size != (size_of_teacher := vocabulary_size(reference)):
         raise ValueError(
             f"objective.divergence needs vocabularies of one size, and {options.model} has {size} entries, {reference} "
@@ -39,7 +39,8 @@ def check_teacher(options: TrainOptions, longest: int) -> None:
         )
 
 
-def _check_tokens(policy: TextCodec, teacher: TextCodec) -> None:
+def check_tokens(policy: TextCodec, teacher: TextCodec) -> None:
+    """Raise ValueError if a token of the policy has another id in the teacher's tokenizer."""
     if not policy.available or not teacher.available:
         return
     ids, of_teacher = policy.vocabulary, teacher.vocabulary

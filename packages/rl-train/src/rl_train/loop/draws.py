@@ -8,18 +8,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from parallel_layers.module import python_random
 from rl_models import Batch
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask
-from rl_train.loop.batches import read_batches, write_batches
+from rl_train.loop.batches import indices_of, read_batches, write_batches
 from rl_train.loop.checked_run import CheckedRun
 
 # Seconds between two looks at which draws are complete.
@@ -165,10 +163,7 @@ class Draws:
         return [self.checked_run.prompts[index] for index in self._indices(position, count)]
 
     def _indices(self, position: int, count: int) -> list[int]:
-        """Return the indices of prompts; each pass through the file has its own order."""
-        total = len(self.checked_run.prompts)
-        places = [divmod(place, total) for place in range(position, position + count)]
-        return [_order(self.checked_run.options.seed, epoch, total)[place] for epoch, place in places]
+        return indices_of(self.checked_run.options.seed, len(self.checked_run.prompts), position, count)
 
 
 class DrawsInFlight(Draws):
@@ -258,9 +253,3 @@ def done(batch: Batch) -> Future[Batch]:
 def _file(training: Path, step: int) -> Path:
     """Return the file of the responses that a run had drawn ahead after a step."""
     return training / "ahead" / f"{step:08d}.safetensors"
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, total: int) -> list[int]:
-    """Return the order of the prompts in one pass through their file."""
-    return python_random(seed, epoch).sample(range(total), total)

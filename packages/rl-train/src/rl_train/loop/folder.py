@@ -21,7 +21,8 @@ from rl_train.report.loggers import names
 from rl_train.rewards.judge import JUDGEMENTS
 
 # Options whose paths a run reads, and reads again when it is resumed.
-INPUTS = ("model", "critic.model", "reference", "prompts", "evaluation.prompts", "dataset", "evaluation.dataset")
+INPUTS = ["model", "critic.model", "reference", "teacher", "prompts", "evaluation.prompts"]
+INPUTS += ["dataset", "evaluation.dataset"]
 # The file of every run, and its keys.
 MARK, MARKS = "options.json", {"model", "steps"}
 

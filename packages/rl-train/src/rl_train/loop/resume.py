@@ -63,7 +63,7 @@ def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row]]) -> dict[st
         rows: The rows of the run, by the option that names their file.
     """
     digests = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
-    for name in ("model", "critic.model", "reference"):
+    for name in ("model", "critic.model", "reference", "teacher"):
         if name in options.names() and (folder := options.value(name)) is not None:
             files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
             digests[name] = _counted("files", map(_file, files))

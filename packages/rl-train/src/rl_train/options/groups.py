@@ -24,17 +24,22 @@ from rl_train.options.fields import (
 LEFT_OUT: Any = None
 
 
-class DataOptions(BaseModel):
-    """The prompts' form."""
+class RowOptions(BaseModel):
+    """The form of rows."""
 
     model_config = CONFIG
 
     columns: Text = ""
-    """Fields that are taken from columns of other names, such as text=question,answer=solution."""
+    """Fields that are taken from columns, or column.entry, of other names, such as text=question,answer=solution."""
     long_prompts: Literal["refuse", "drop"] = "refuse"
-    """Prompts that do not fit the model or --max-tokens: refuse to run, or drop these prompts."""
+    """Prompts, or whole rows, that do not fit the model or --max-tokens: refuse to run, or drop these rows."""
     system_prompt: Text | None = None
     """First message of chats ("messages") that have no system message."""
+
+
+class DataOptions(RowOptions):
+    """The prompts' form."""
+
     max_turns: Count = 8
     """Maximum number of responses in a conversation with an --environment of several turns."""
 

@@ -32,6 +32,7 @@ SHORT_NAMES = {
     "kl_coefficient": "objective.kl_coefficient",
     "importance_cap": "objective.importance.cap",
     "eval_prompts": "evaluation.prompts",
+    "eval_dataset": "evaluation.dataset",
     "eval_every": "evaluation.every",
 }
 

@@ -134,6 +134,11 @@ class TrainOptions(RunOptions):
         return ALGORITHMS[self.algorithm]
 
     @property
+    def learned(self) -> str:
+        """Return the name of the algorithm, for titles."""
+        return self.algorithm
+
+    @property
     def converses(self) -> bool:
         """Say whether the environment has several turns."""
         return self.environment is not None and not self.environment.startswith(SOURCES)

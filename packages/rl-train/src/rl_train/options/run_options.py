@@ -106,6 +106,11 @@ class RunOptions(Options):
         return lora
 
     @property
+    def learned(self) -> str:
+        """Return the name of what is learned, for titles and `rl_train.loop.file_objectives.OBJECTIVES`."""
+        return self.command
+
+    @property
     def trained(self) -> list[str]:
         """Return the names of the models that learn; their folders have the same names."""
         return ["actor"]

@@ -26,6 +26,9 @@ PHASES = "Seconds by phase"
 # Title of a chart, and the metrics that it shows; a name that ends with / or @ stands for all names with this prefix.
 CHARTS: dict[str, Sequence[str]] = {
     "Reward": ("reward", "eval/reward"),
+    "Loss": ("loss", "eval/loss"),
+    "Pairs in the right order (share)": ("reward_accuracy", "eval/reward_accuracy"),
+    "Rewards of pairs": ("chosen_reward", "rejected_reward"),
     "Rewards by name": ("reward/",),
     "Held-out reward of several samples": ("eval/pass@", "eval/maj@"),
     "KL divergence": ("kl", "approx_kl", "rollout_kl"),
@@ -148,11 +151,15 @@ def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[s
         values = [record[name] for record in metrics if name in record]
         return {labels[name]: f"{values[0]:.3f} → {values[-1]:.3f}"} if values else {}
 
-    labels = {"reward": "Reward, first → last step", "eval/reward": "Held-out reward, first → last"}
+    headline = "reward" if "reward" in options else "loss"
+    labels = {
+        headline: f"{headline.capitalize()}, first → last step",
+        f"eval/{headline}": f"Held-out {headline}, first → last",
+    }
     seconds = [record["seconds"] for record in metrics if "seconds" in record]
     steps = {"Steps": f"{metrics[-1]['step'] if metrics else 0} of {options['steps']}"}
     mean = {"Seconds per step": f"{sum(seconds) / len(seconds):.2f}"} if seconds else {}
-    return steps | change("reward") | change("eval/reward") | mean
+    return steps | change(headline) | change(f"eval/{headline}") | mean
 
 
 def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -179,7 +186,9 @@ def _of_steps(records: Sequence[dict[str, Any]], max_steps: int) -> list[dict[st
     if len(steps) > max_steps:
         steps = [steps[place * (len(steps) - 1) // (max_steps - 1)] for place in range(max_steps)]
     kept_steps = set(steps)
-    return [record for record in records if record["step"] in kept_steps or "eval/reward" in record]
+    return [
+        record for record in records if record["step"] in kept_steps or any(name.startswith("eval/") for name in record)
+    ]
 
 
 def _readable(value: Any) -> Any:

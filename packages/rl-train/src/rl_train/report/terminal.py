@@ -32,6 +32,9 @@ PHASES: dict[str, tuple[str, str]] = {
 }
 # The numbers of the panel: label, metric, and how it is shown.
 NUMBERS: tuple[tuple[str, str, str], ...] = (
+    ("loss", "loss", ".4f"),
+    ("held-out loss", "eval/loss", ".4f"),
+    ("accuracy", "reward_accuracy", ".3f"),
     ("reward", "reward", ".3f"),
     ("held-out", "eval/reward", ".3f"),
     ("KL", "kl", ".4f"),
@@ -87,7 +90,7 @@ class Display:
         self._counts: dict[str, tuple[int, int]] = {}
         self._took: dict[str, float] = {}
         self._values: dict[str, Any] = {}
-        self._rewards: list[float] = []
+        self._headline, self._curve = "reward", list[float]()
         self._spinner = Spinner("dots")
         # Only a terminal has a panel; its thread draws, and no caller waits for it.
         self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=8)
@@ -127,18 +130,21 @@ class Display:
             self._print(f"{title}, for the first time: {note}" if note and self._accelerator else title)
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        done, reward = int(event["step"]), float(event["reward"])
-        if not self._rewards and done > 1:
+        self._headline = headline = event.get("headline", self._headline)
+        done, value = int(event["step"]), float(event[headline])
+        if not self._curve and done > 1:
             self._bar.reset(self._task, completed=done - 1)  # a resumed run: earlier steps do not count for the speed
         self._bar.update(self._task, completed=done)
-        self._rewards = [*self._rewards, reward][-24:]
+        self._curve = [*self._curve, value][-24:]
         self._values = self._values | {"nothing": event.get("nothing", False)}
-        held_out = f"  held-out {event['eval/reward']:.3f}" if "eval/reward" in event else ""
+        held_out = f"  held-out {event[f'eval/{headline}']:.3f}" if f"eval/{headline}" in event else ""
         is_reported = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
         if not self.console.is_terminal and is_reported:
-            text = f"step {done}/{self.steps}  reward {reward:.3f}{held_out}"
-            asked, response = short(event["sample"]["prompt"], end=True), short(event["sample"]["response"])
-            self._print(f"{text}  response length {event['response_length']:.1f}  {asked} -> {response}")
+            text = f"step {done}/{self.steps}  {headline} {value:.3f}{held_out}"
+            if "sample" in event:
+                asked, response = short(event["sample"]["prompt"], end=True), short(event["sample"]["response"])
+                text += f"  response length {event['response_length']:.1f}  {asked} -> {response}"
+            self._print(text)
         for line in _lines_of(event.get("samples", ())):
             self._print(line)
 
@@ -163,12 +169,13 @@ class Display:
         for _ in range(4):
             numbers.add_column(style="dim")
             numbers.add_column(justify="right")
-        cells = [(label, f"{values[name]:{kind}}" if name in values else "-") for label, name, kind in NUMBERS]
+        numbers_of_run = NUMBERS[3:] if self._headline == "reward" else (*NUMBERS[:3], *NUMBERS[6:7], *NUMBERS[-2:])
+        cells = [(label, f"{values[name]:{kind}}" if name in values else "-") for label, name, kind in numbers_of_run]
         for row in (cells[:4], cells[4:]):
             numbers.add_row(*(text for cell in row for text in cell))
         rows: list[Any] = [self._bar, self._spinner if phase else Text(status), numbers]
-        if self._rewards:
-            rows.append(Text(f"reward {sparkline(self._rewards)}", style="dim"))
+        if self._curve:
+            rows.append(Text(f"{self._headline} {sparkline(self._curve)}", style="dim"))
         if values.get("nothing"):
             rows.append(Text("equal rewards: the policy learned nothing from the last step", style="red"))
         return Panel(Group(*rows), title=_text(self.title), title_align="left")

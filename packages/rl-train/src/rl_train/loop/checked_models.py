@@ -1,0 +1,74 @@
+"""Checks of a run's models against its grid and backend, before ranks start; and the summary of a checked run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ckpt import Checkpoint
+from parallel_layers import ParallelDims
+from parallel_layers.rotary import require_length
+from parallel_models import CacheOptions, Role
+from parallel_models.engine import longest_sequence, stored_dtype
+from rl_models import Actor, Grid
+from rl_models.backends import offered, require_optimizer, require_options, row_of
+from rl_train.options.derived import engine_options, optimizer_options
+from rl_train.options.run_options import RunOptions
+from rl_train.planner.memory import Memory
+from rl_train.planner.plan import check_native_model
+
+
+def check_model(
+    options: RunOptions,
+    role: Role,
+    checkpoint: Checkpoint,
+    dims: ParallelDims,
+    longest: int,
+    cache: CacheOptions | None = None,
+) -> list[Memory]:
+    """Refuse a model that learns, if its ranks would refuse its backend, grid or checkpoint.
+
+    Args:
+        options: The options of the run.
+        role, checkpoint, dims: The model and its grid.
+        longest: The number of tokens of the longest sequence.
+        cache: The cache of a model that generates.
+
+    Returns:
+        The planned memory of each pipeline stage of backend="parallel"; of another backend nothing.
+    """
+    offered(options.backend, role, Grid(dims, torch.device("cpu")))
+    engine, planned = engine_options(options, dims, role), list[Memory]()
+    require_options(options.backend, engine)
+    require_optimizer(options.backend, optimizer_options(options, 1.0), adapters=engine.lora is not None)
+    require_length(longest, longest_sequence(checkpoint))
+    if options.backend == "parallel":
+        planned = check_native_model(checkpoint, role, dims, engine, options.max_tokens, cache)
+    scales = options.engine.dtype is not None or row_of(options.backend).scales_loss
+    if not scales and stored_dtype(checkpoint) == torch.float16:
+        raise ValueError(f"{checkpoint} is stored in float16, which only backend=megatron trains; give a dtype")
+    return planned
+
+
+def check_reference(options: RunOptions, checkpoint: Checkpoint, dims: ParallelDims, longest: int) -> None:
+    """Refuse a reference or teacher, as `check_model` does; it has no adapters and does not learn."""
+    require_length(longest, longest_sequence(checkpoint))
+    if options.backend == "parallel":
+        engine = replace(engine_options(options, dims), lora=None, base_format=None)
+        check_native_model(checkpoint, Actor.role, dims, engine, options.max_tokens, None)
+
+
+def summary(
+    options: RunOptions, omitted: RunOptions, entries: Mapping[str, Any], shown: Collection[str]
+) -> dict[str, Any]:
+    """Return the summary of a dry run: the entries `shown`, and all options that are given.
+
+    `omitted` are the options where only required options are given.
+    """
+    defaults = omitted.to_json()
+    given = {name: value for name, value in options.to_json().items() if value != defaults[name]}
+    further_options = " ".join(f"{name}={given[name]}" for name in given if name not in shown)
+    return {name: entries[name] for name in shown} | {"further options": further_options or "none"}

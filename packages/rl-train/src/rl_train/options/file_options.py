@@ -1,0 +1,153 @@
+"""The options of recipes that learn from rows of a file: `sft`, `dpo`, `reward` and `distill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from parallel_models import OptimizerOptions
+from rl_train.options.algorithms import DivergenceName
+from rl_train.options.fields import CONFIG, Count, Folder, Fraction, Free, NotNegative, Number, Positive
+from rl_train.options.groups import RowOptions
+from rl_train.options.nested import Nested
+from rl_train.options.run_options import STEP_OF_OPTIMIZER, RunOptions
+
+
+class HeldOutOptions(BaseModel):
+    """Evaluations during the run: the loss on rows that the model does not learn from."""
+
+    model_config = CONFIG
+
+    dataset: Free[Folder | None] = None
+    """Evaluation rows, in the form of --dataset; the model does not learn from them."""
+    every: Free[Count] = 20
+    """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""
+
+
+class FileOptions(RunOptions):
+    """The options of a recipe that learns from rows of a file."""
+
+    dataset: Folder
+    """Rows: .jsonl, .csv or .parquet file, a folder of datasets, or organisation/name:FILES."""
+    batch_size: Count = 64
+    """Number of rows in a step, which is one optimizer step."""
+    data: RowOptions = Field(default_factory=RowOptions)
+    evaluation: HeldOutOptions = Field(default_factory=HeldOutOptions)
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """Return the folder of the reference or teacher; None: the policy's own."""
+        return None
+
+
+# A recipe that learns from good answers takes larger steps than one that learns from scores.
+_SFT_OPTIMIZER = Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER), learning_rate=1e-5)
+
+
+class SftOptions(FileOptions):
+    """The options of `rl-train sft`."""
+
+    command: ClassVar[str] = "sft"
+
+    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
+        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
+    )
+
+
+class DpoOptions(FileOptions):
+    """The options of `rl-train dpo`."""
+
+    command: ClassVar[str] = "dpo"
+
+    loss: Literal["dpo", "ipo", "kto", "simpo"] = "dpo"
+    """Loss: dpo, ipo or simpo of pairs, or kto of single completions with a label."""
+    beta: Positive | None = None
+    """Strength of the pull towards the reference, for simpo the factor of the rewards (default: 0.1; simpo: 2)."""
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are labelled wrongly (dpo)."""
+    margin: NotNegative = 1.0
+    """Difference of the rewards that simpo aims at."""
+    desirable_weight: NotNegative = 1.0
+    """Weight of desirable completions (kto)."""
+    undesirable_weight: NotNegative = 1.0
+    """Weight of undesirable completions (kto)."""
+    reference: Folder | None = None
+    """Checkpoint folder of the reference (default: the policy before it learns; with adapters, without them)."""
+
+    @property
+    def learned(self) -> str:
+        """Return the name of the loss."""
+        return self.loss
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """Return the folder of the reference; None: the policy's own."""
+        return self.reference
+
+
+class RewardModelOptions(FileOptions):
+    """The options of `rl-train reward`."""
+
+    command: ClassVar[str] = "reward"
+
+    rows: Literal["pairs", "labels", "steps"] = "pairs"
+    """Rows: pairs (chosen, rejected), labels of whole texts (label), or labels of steps (completions, labels)."""
+    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
+        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
+    )
+
+    @property
+    def learned(self) -> str:
+        """Return the form of the rows."""
+        return self.rows
+
+    @property
+    def trained(self) -> list[str]:
+        """Return the name of the reward model's folder."""
+        return ["critic"]
+
+
+class DistillOptions(FileOptions):
+    """The options of `rl-train distill`."""
+
+    command: ClassVar[str] = "distill"
+
+    teacher: Folder
+    """Checkpoint folder of the teacher, with the policy's tokenizer."""
+    divergence: DivergenceName = "forward_kl"
+    """Divergence from the teacher over the whole vocabulary, of the tokens that are learned."""
+    mixture: Fraction | None = None
+    """Share in the mixture of --divergence jensen_shannon (the teacher's) and of the skewed KLs."""
+    temperature: Positive = 1.0
+    """Temperature of both models; their logits are divided by it."""
+    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
+        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
+    )
+
+    @property
+    def reference_folder(self) -> Path | None:
+        """Return the folder of the teacher."""
+        return self.teacher
+
+
+def mistakes(options: FileOptions) -> list[str]:
+    """Return what excludes each other among the options of a recipe."""
+    found = []
+    if isinstance(options, DpoOptions):
+        of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+        defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
+        found = [
+            f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
+            for name, loss in of_loss.items()
+            if options.loss != loss and options.value(name) != defaults[name]
+        ]
+        if options.loss == "simpo" and options.reference is not None:
+            found.append(f"loss=simpo has no reference; leave reference={options.reference} out")
+    if isinstance(options, DistillOptions):
+        mixes = options.divergence not in ("forward_kl", "reverse_kl")
+        if mixes != (options.mixture is not None and 0 < options.mixture < 1):
+            fix = "needs a mixture between 0 and 1" if mixes else "takes no mixture"
+            found.append(f"divergence={options.divergence} {fix}, got {options.mixture}")
+    return found

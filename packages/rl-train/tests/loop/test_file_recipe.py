@@ -1,0 +1,202 @@
+"""Recipes that learn from files: against transformers, in this process, and by the commands on ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from rl_models import Actor, OptimizerOptions
+from rl_models.api import WholeBatches
+from rl_train.cli.commands import app
+from rl_train.loop.checked_examples import check_examples
+from rl_train.loop.file_objectives import OBJECTIVES
+from rl_train.loop.file_recipe import FileRecipe
+from rl_train.options.file_options import DistillOptions, DpoOptions, FileOptions, RewardModelOptions, SftOptions
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "completions": [{"prompt": LETTERS[i : i + 2], "completion": LETTERS[i + 2 : i + 4 + i % 3]} for i in range(6)],
+    "pairs": [
+        {"prompt": LETTERS[i], "chosen": LETTERS[i + 1 : i + 4], "rejected": LETTERS[i : i + 2]} for i in range(6)
+    ],
+    "judged": [{"prompt": LETTERS[i], "completion": LETTERS[i + 1 : i + 4], "label": i % 2 == 0} for i in range(6)],
+    "labels": [{"text": LETTERS[i : i + 4], "label": i % 2} for i in range(6)],
+}
+
+Make = Callable[..., FileRecipe]
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Make:
+    """Make a recipe in this process, on one rank."""
+
+    def recipe(kind: type[FileOptions], dataset: str, *, reference: bool = False, **options: Any) -> FileRecipe:
+        given: dict[str, Any] = {"out": tmp_path / "run", "batch_size": 4, "device": "cpu", "learning_rate": 0.01}
+        resolved = kind(model=model, dataset=tmp_path / "rows.jsonl", **given | options)
+        checked = check_examples(resolved, ROWS[dataset])
+        worker = OBJECTIVES[resolved.learned].kind.from_pretrained(
+            model, device="cpu", lora=resolved.lora, optimizer=OptimizerOptions(learning_rate=0.01)
+        )
+        beside = WholeBatches(Actor.from_pretrained(model, device="cpu")) if reference else None
+        return FileRecipe(lambda make: make(), lambda event: None, True, checked, WholeBatches(worker), beside)
+
+    return recipe
+
+
+def test_sft_has_the_loss_and_the_gradients_of_transformers(make: Make, model: Path) -> None:
+    recipe = make(SftOptions, "completions")
+    batch, values = recipe.collect(1)
+    assert batch is not None
+    assert values == {"tokens": batch.num_tokens, "learned_tokens": int(batch.mask.sum()), "passes": 4 / 6}
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    width = max(batch.lengths)
+    ids, labels = torch.zeros(4, width, dtype=torch.int64), torch.full((4, width), -100)
+    for row, tokens, mask in zip(range(4), batch.split(), batch.split("mask"), strict=True):
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = torch.where(mask, tokens, -100)
+    loss = expected(ids, labels=labels).loss  # causal: padding at the end changes nothing
+    loss.backward()
+    worker = recipe.model.worker  # type: ignore[attr-defined]
+    metrics = worker.forward_backward(batch, lambda inputs: recipe.objective.loss(inputs, recipe.options))
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    with torch.no_grad():
+        for parameter in worker.engine.module.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = dict(worker.stream_weights())
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_has_the_loss_of_its_rows(make: Make, tmp_path: Path) -> None:
+    recipe = make(SftOptions, "completions", batch_size=6)
+    recipe.checked_run.eval_examples.extend(recipe.checked_run.examples)
+    batch, _ = recipe.collect(1)
+    evaluated = recipe.evaluate(0)
+    learned = recipe.update(batch)
+    assert evaluated["eval/loss"] == pytest.approx(learned["loss"], rel=1e-5)
+    assert evaluated["eval/entropy"] == pytest.approx(learned["entropy"], rel=1e-5)
+    assert recipe.evaluate(1)["eval/loss"] < evaluated["eval/loss"]
+
+
+@pytest.mark.parametrize(("loss", "start"), [("dpo", math.log(2)), ("ipo", 0.25 / 0.1**2), ("kto", 0.5)])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_preferences_begin_at_the_reference(make: Make, loss: str, start: float, adapters: bool) -> None:
+    """A reference is a copy of the policy, or the policy without its adapters, also after the policy has learned."""
+    options = {"lora_rank": 2} if adapters else {}
+    recipe = make(DpoOptions, "judged" if loss == "kto" else "pairs", reference=not adapters, loss=loss, **options)
+    batch, _ = recipe.collect(1)
+    assert recipe.update(batch)["loss"] == pytest.approx(start, rel=1e-4)
+    again, _ = recipe.collect(1)
+    torch.testing.assert_close(again["reference_log_probs"], batch["reference_log_probs"], rtol=1e-5, atol=1e-5)
+    assert recipe.update(again)["loss"] < start
+
+
+def test_the_reference_point_of_kto_is_the_mean_ratio_behind_other_prompts(make: Make, model: Path) -> None:
+    recipe = make(DpoOptions, "judged", reference=True, loss="kto")
+    for _ in range(3):
+        recipe.update(recipe.collect(1)[0])
+    batch, _ = recipe.collect(1)
+    pairs = zip(batch.split(), batch.split("mask"), strict=True)
+    sequences = [(row.tolist(), mask.tolist().index(True)) for row, mask in pairs]
+    ratios = []
+    for number, (tokens, begin) in enumerate(sequences):
+        prompt, of_prompt = sequences[(number + 1) % len(sequences)]
+        row = prompt[:of_prompt] + tokens[begin:]
+        sums = []
+        for each in (recipe.model.worker, Actor.from_pretrained(model, device="cpu")):  # type: ignore[attr-defined]
+            sums.append(float(each.log_probs(type(batch).from_sequences([row])).log_probs[of_prompt:].sum()))
+        ratios.append(sums[0] - sums[1])
+    assert float(batch["reference_point"][0]) == pytest.approx(max(0.0, sum(ratios) / len(ratios)), rel=1e-4, abs=1e-5)
+    assert abs(sum(ratios)) > 0.01
+
+
+def test_reward_models_score_the_ends_of_sequences(make: Make) -> None:
+    pairs = make(RewardModelOptions, "pairs")
+    batch, _ = pairs.collect(1)
+    assert [int(mask.nonzero()) for mask in batch.split("mask")] == [length - 1 for length in batch.lengths]
+    assert pairs.update(batch)["loss"] == pytest.approx(math.log(2))
+    labels = make(RewardModelOptions, "labels", rows="labels")
+    batch, _ = labels.collect(1)
+    first = labels.checked_run.examples[0].sequences[0].tokens[1]  # of "a", whose row has the label 0
+    assert [int(row[1] - first) % 2 for row in batch.split()] == [int(row[-1]) for row in batch.split("labels")]
+    assert [row[:-1].tolist() for row in batch.split("labels")] == [[-100] * (n - 1) for n in batch.lengths]
+    before = labels.update(batch)
+    assert before["loss"] == pytest.approx(math.log(2))
+    assert labels.update(labels.collect(1)[0])["loss"] < before["loss"]
+
+
+def test_a_policy_that_is_its_own_teacher_learns_nothing(make: Make, model: Path) -> None:
+    recipe = make(DistillOptions, "completions", reference=True, teacher=model)
+    recipe.model.load_teacher_head(model)
+    batch, _ = recipe.collect(1)
+    metrics = recipe.update(batch)
+    assert metrics["loss"] == pytest.approx(0, abs=1e-5)
+    assert metrics["grad_norm"] < 1e-3
+
+
+def test_the_command_resumes_on_another_grid(make: Make, model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS["completions"]))
+
+    def call(recipe: str, *arguments: str) -> Any:
+        given = [recipe, f"--model={model}", f"--dataset={rows}", f"--out={tmp_path / 'run'}", "--device=cpu"]
+        return CliRunner().invoke(app, [*given, "--batch-size=4", "--learning-rate=0.01", *arguments])
+
+    begun = call("sft", "--steps=2", "--save-every=1", f"--eval-dataset={rows}", "--eval-every=2")
+    assert begun.exit_code == 0, begun.output
+    assert "step 2/2  loss " in begun.output
+    assert "  held-out " in begun.output
+    resumed = call("sft", "--steps=3", "--dims=tp=2", "--json")
+    assert resumed.exit_code == 0, resumed.output
+    assert "going on after step 2" in resumed.output
+    recipe = make(SftOptions, "completions", out=tmp_path / "other")
+    losses = [recipe.update(recipe.collect(step)[0])["loss"] for step in (1, 2, 3)]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(losses, rel=1e-4)
+    assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "actor")
+    assert f"sft of {model}, on {rows}" in (tmp_path / "run" / "report.html").read_text()
+    other = call("dpo")
+    assert other.exit_code == 2
+    assert "holds a run of rl-train sft; choose another out for dpo" in other.output
+
+
+def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
+    rows = ROWS["completions"] + [{"prompt": LETTERS, "completion": LETTERS}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["sft", f"--model={model}", f"--dataset={tmp_path / 'rows.jsonl'}", f"--out={tmp_path / 'run'}"]
+    given += ["--device=cpu", "--max-tokens=32", "--dry-run", "--json"]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 2
+    assert "line 7: 54 tokens are more than --max-tokens, 32; shorten the row" in refused.output
+    result = CliRunner().invoke(app, [*given, "--data.long-prompts=drop"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["number_of_rows"], found["number_of_dropped_rows"], found["longest_sequence"]) == (6, 1, 8)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DpoOptions, {"margin": 2.0}, "margin=2.0 needs loss=simpo; give that, or leave margin out"),
+        (DpoOptions, {"loss": "simpo", "reference": Path("r")}, "loss=simpo has no reference; leave reference=r out"),
+        (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
+        (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
+        (SftOptions, {"backend": "magic"}, "magic"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    model: Path, tmp_path: Path, kind: type[FileOptions], options: dict[str, Any], message: str
+) -> None:
+    resolved = kind(model=model, dataset=tmp_path / "rows.jsonl", out=tmp_path / "run", device="cpu", **options)
+    with pytest.raises(ValueError, match=message):
+        check_examples(resolved, ROWS["pairs" if kind is DpoOptions else "completions"])
