@@ -107,7 +107,7 @@ OCCUPIED: Sequence[tuple[str, str, str, str]] = [
     ("train", "options.json", "folder", "is a folder, and a file is to be written there; choose another"),
     ("train", "options.json", "file", "(char 0); remove it, or choose another out"),
     ("train", "metrics.jsonl", "folder", "is a folder, and a file is to be written there; choose another"),
-    ("score", "", "file", "exists and is not a result of score; choose another file, or remove it"),
+    ("score", "", "file", "exists and is not a result of this command; choose another file, or remove it"),
     ("train", "training", "file", "is a file, so"),
     ("train", "training/actor", "file", "exists and is no folder; choose another"),
     ("train", "actor", "folder", "is no checkpoint (['mine']); choose another path or empty it"),

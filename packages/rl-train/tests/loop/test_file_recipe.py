@@ -59,13 +59,16 @@ def test_sft_has_the_loss_and_the_gradients_of_transformers(make: Make, model: P
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     width = max(batch.lengths)
     ids, labels = torch.zeros(4, width, dtype=torch.int64), torch.full((4, width), -100)
-    for row, tokens, mask in zip(range(4), batch.split(), batch.split("mask"), strict=True):
+    for row, tokens in enumerate(batch.split()):
         ids[row, : len(tokens)] = tokens
-        labels[row, : len(tokens)] = torch.where(mask, tokens, -100)
+        labels[row, 3 : len(tokens)] = tokens[3:]  # behind the beginning of the text and two letters
     loss = expected(ids, labels=labels).loss  # causal: padding at the end changes nothing
     loss.backward()
     worker = recipe.model.worker  # type: ignore[attr-defined]
-    metrics = worker.forward_backward(batch, lambda inputs: recipe.objective.loss(inputs, recipe.options))
+    objective = recipe.objective
+    metrics = worker.forward_backward(
+        batch, lambda inputs: objective.loss(inputs, recipe.options), aggregation=objective.aggregation
+    )
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
     with torch.no_grad():
         for parameter in worker.engine.module.parameters():
@@ -73,6 +76,15 @@ def test_sft_has_the_loss_and_the_gradients_of_transformers(make: Make, model: P
     gradients = dict(worker.stream_weights())
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_each_pass_reads_every_row_once(make: Make) -> None:
+    recipe = make(SftOptions, "completions", batch_size=3)
+    rows = [[tuple(row.tolist()) for row in recipe.collect(step)[0].split()] for step in (1, 2, 3, 4)]
+    assert len({*rows[0], *rows[1]}) == len({*rows[2], *rows[3]}) == 6
+    assert rows[:2] != rows[2:]
+    recipe.resume({}, Path("training"), 3)
+    assert [tuple(row.tolist()) for row in recipe.collect(4)[0].split()] == rows[3]
 
 
 def test_an_evaluation_has_the_loss_of_its_rows(make: Make, tmp_path: Path) -> None:

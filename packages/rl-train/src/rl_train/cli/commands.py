@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ckpt.cli import printable
+from rl_train.cli.draw import add_draws
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import add_recipes, examples
 from rl_train.options.command import OptionsCommand, given, takes_options
@@ -187,6 +188,9 @@ def plan(**arguments: Any) -> None:
 takes_options(plan, PlanOptions, as_json=(bool, False, typer.Option("--json", help="Print one JSON object.")))
 _PLAN = ("rl-train plan --model MODEL --ranks 8 --gpu-gib 80", "rl-train plan --model MODEL --dims tp=2,pp=2 --json")
 app.command("plan", cls=OptionsCommand, epilog=examples(*_PLAN))(plan)
+
+
+add_draws(app)
 
 
 @app.command("report", epilog=examples("rl-train report RUN"))

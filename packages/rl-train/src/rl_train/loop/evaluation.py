@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,16 @@ from rl_train.loop.scoring import Scorer
 from rl_train.trajectories.episodes import describe
 
 
-def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, float]:
+def evaluate(
+    checked_run: CheckedRun,
+    ask: Ask,
+    scorer: Scorer,
+    show: Callable[[Iterator[dict[str, Any]]], None] = lambda records: None,
+) -> dict[str, float]:
     """Draw and score responses to the evaluation prompts; all ranks call this.
 
-    Every evaluation of a run draws with the same seed.
+    Every evaluation of a run draws with the same seed. `show` is called with a record of each response, which
+    `Scorer.records` describes, where the responses are read.
     """
     options, evaluation, prompts = checked_run.options, checked_run.options.evaluation, checked_run.eval_prompts
     assert evaluation.prompts is not None
@@ -42,6 +49,8 @@ def evaluate(checked_run: CheckedRun, ask: Ask, scorer: Scorer) -> dict[str, flo
         **scored.describe(counts_errors=options.rewards.errors == "zero"),
     }
     scores = scored.scores.view(len(prompts), sampling.n)
+    every = [(number, column) for number in range(len(prompts)) for column in range(sampling.n)]
+    show(scorer.records(prompts, batch, scores, every))
     doubling = [2**power for power in range(1, sampling.n.bit_length())]
     values |= {f"pass@{k}": best_of(scores, k) for k in sorted({*doubling, sampling.n} - {1})}
     if scored.answers and sampling.n > 1:

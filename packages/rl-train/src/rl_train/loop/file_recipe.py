@@ -163,11 +163,11 @@ def train(checked_run: CheckedExamples, on_event: Tell = lambda event: None) -> 
         RankFailed: A rank failed.
         ValueError: Another process runs in the folder, or a backend does not offer the model.
     """
-    return run_recipe(checked_run, on_event, partial(on_ranks, recipe_of=_on_rank))
+    return run_recipe(checked_run, on_event, partial(on_ranks, work=_on_rank))
 
 
-def _on_rank(rank: LocalRank[CheckedExamples]) -> FileRecipe:
-    """Return the recipe on one of the ranks that all run it."""
+def _on_rank(rank: LocalRank[CheckedExamples]) -> dict[str, float]:
+    """Run the recipe on one of the ranks that all run it."""
     checked_run, options = rank.checked_run, rank.checked_run.options
     objective, model = OBJECTIVES[options.learned], ModelMaker(options, rank.make)
     rank.tell({"phase": "loading"})
@@ -177,4 +177,4 @@ def _on_rank(rank: LocalRank[CheckedExamples]) -> FileRecipe:
         reference = model(Actor, folder or options.model, options.grid, 0.0, lora=None, base_format=None)
     if isinstance(options, DistillOptions):
         learning.load_teacher_head(options.teacher)
-    return FileRecipe(rank.once, rank.tell, rank.first, checked_run, learning, reference)
+    return rank.run(FileRecipe(rank.once, rank.tell, rank.first, checked_run, learning, reference))

@@ -104,23 +104,30 @@ class LocalRank(Generic[Run]):
         worker.engine.progress = self.counts
         return WholeBatches(worker)
 
+    def run(self, recipe: Recipe) -> dict[str, float]:
+        """Run the loop of a recipe, and return the metrics of the last step."""
+        options = self.checked_run.options
+        return Loop(options, self.checked_run.options_as_given or options, recipe).run()
+
     @cached_property
     def once(self) -> Callable[[Callable[[], Any]], Any]:
         """Return a function that calls another one on the first rank alone, and returns its JSON value on all."""
         return partial(_from_first, group=self.workers[0].grid.everyone)
 
 
-def on_ranks(checked_run: Run, on_event: Tell, *, recipe_of: Callable[[LocalRank[Run]], Recipe]) -> dict[str, float]:
-    """Run the loop of a recipe, which every rank of this machine makes, and return the metrics of the last step."""
+def on_ranks(
+    checked_run: Run, on_event: Tell, *, work: Callable[[LocalRank[Run]], dict[str, float]]
+) -> dict[str, float]:
+    """Call `work` on ranks of this machine, and return the metrics that it returns on the first one."""
     options = checked_run.options
-    prepare(recipe_of.__module__, *slow_imports(options.grid))
+    prepare(work.__module__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
     on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
     result: dict[str, float] = run_on_ranks(
         _on_rank,
         options.grid.world_size,
         checked_run,
-        recipe_of,
+        work,
         devices=devices,
         on_event=on_event,
         collective_timeout=options.collective_timeout,
@@ -128,10 +135,9 @@ def on_ranks(checked_run: Run, on_event: Tell, *, recipe_of: Callable[[LocalRank
     return result
 
 
-def _on_rank(send: Tell, checked_run: Run, recipe_of: Callable[[LocalRank[Run]], Recipe]) -> dict[str, float]:
+def _on_rank(send: Tell, checked_run: Run, work: Callable[[LocalRank[Run]], dict[str, float]]) -> dict[str, float]:
     with ExitStack() as stack:
-        recipe = recipe_of(LocalRank(checked_run, stack, send))
-        return Loop(checked_run.options, checked_run.options_as_given or checked_run.options, recipe).run()
+        return work(LocalRank(checked_run, stack, send))
 
 
 class ModelMaker:

@@ -67,7 +67,7 @@ def train_in_place(checked_run: CheckedRun, on_event: Callable[[Event], None]) -
 def _run(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str, float]:
     if checked_run.options.ray:
         return _on_ray(checked_run, on_event)
-    return on_ranks(checked_run, on_event, recipe_of=_on_rank)
+    return on_ranks(checked_run, on_event, work=_on_rank)
 
 
 def _models(options: TrainOptions, make: Make) -> Models:
@@ -111,13 +111,11 @@ def _in_process(actor: Policy, options: TrainOptions) -> RolloutEngine:
     return make_engine(options.rollouts.engine, actor, options)
 
 
-def _on_rank(rank: LocalRank[CheckedRun]) -> Reinforcement:
-    """Return the recipe on one of the ranks that all run it."""
+def _on_rank(rank: LocalRank[CheckedRun]) -> dict[str, float]:
+    """Run the recipe on one of the ranks that all run it."""
     checked_run, stack, tell = rank.checked_run, rank.stack, rank.tell
     # Start the rewards before the models, to report an error in a reward's module early.
-    rewards = stack.enter_context(closing(Rewards(checked_run.options))) if rank.first else None
-    if rewards is not None:
-        rewards.progress = rank.counts
+    rewards = rewards_of(rank)
     tell({"phase": "loading"})
 
     def make(kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
@@ -133,8 +131,17 @@ def _on_rank(rank: LocalRank[CheckedRun]) -> Reinforcement:
         teacher = TeacherEngine(partial(_teacher, checked_run), rank.workers[0].grid.everyone)
         models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
     tell({"phase": "starting the rollouts"})
-    rollouts = stack.enter_context(closing(_rollouts(checked_run, models.actor)))
-    return Reinforcement(rank.once, tell, rank.first, checked_run, models, rollouts, rewards)
+    rollouts = stack.enter_context(closing(rollouts_of(checked_run, models.actor)))
+    return rank.run(Reinforcement(rank.once, tell, rank.first, checked_run, models, rollouts, rewards))
+
+
+def rewards_of(rank: LocalRank[CheckedRun]) -> Rewards | None:
+    """Start the rewards of a run on the first rank; None on others."""
+    if not rank.first:
+        return None
+    rewards = rank.stack.enter_context(closing(Rewards(rank.checked_run.options)))
+    rewards.progress = rank.counts
+    return rewards
 
 
 def _shares_base(options: TrainOptions) -> bool:
@@ -145,7 +152,7 @@ def _shares_base(options: TrainOptions) -> bool:
     return not ckpt.layout_for(options.model).family.tower
 
 
-def _rollouts(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
+def rollouts_of(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
     """Return the engine of a run on ranks of this machine."""
     options = checked_run.options
     if options.rollouts.has_server:

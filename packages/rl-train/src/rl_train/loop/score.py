@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ from rl_train.planner.plan import check_native_model
 
 # Number of tokens after which the scores of a group of sequences are sent.
 _TOKENS_PER_GROUP = 65536
+# Keys that every line of a result has.
+_KEYS = frozenset({"index", "tokens", "log_probs"})
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def score(
 
 
 @contextmanager
-def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
+def open_result(out: Path, *inputs: Path, keys: Set[str] = _KEYS) -> Iterator[IO[str]]:
     """Open the file of a result: a file appears when it is complete; a pipe or a device gets each score at once.
 
     Raises:
@@ -90,7 +92,7 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
     with ExitStack() as stack:
         stack.enter_context(room_for(None, out))
         try:
-            in_place = _check_result(out, inputs)
+            in_place = _check_result(out, inputs, keys)
             file = stack.enter_context(open(out, "wb") if in_place else replacing(out))  # noqa: SIM115
         except OSError as error:
             raise ValueError(f"--out {out} cannot be written ({error.strerror}); choose another file") from None
@@ -101,7 +103,7 @@ def open_result(out: Path, *inputs: Path) -> Iterator[IO[str]]:
             text.detach()  # flushes the buffer, and leaves the file open
 
 
-def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
+def _check_result(out: Path, inputs: Sequence[Path], keys: Set[str]) -> bool:
     """Raise ValueError for a wrong `out`; return whether `out` exists and is no regular file, such as a pipe."""
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out} must be a file in a folder that exists")
@@ -113,11 +115,11 @@ def _check_result(out: Path, inputs: Sequence[Path]) -> bool:
     with open(out, "rb") as file:
         first = file.readline()
     try:
-        known = not first or parse_json(first).keys() >= {"index", "tokens", "log_probs"}
+        known = not first or parse_json(first).keys() >= keys
     except (ValueError, AttributeError):
         known = False
     if not known:
-        raise ValueError(f"--out {out} exists and is not a result of score; choose another file, or remove it")
+        raise ValueError(f"--out {out} exists and is not a result of this command; choose another file, or remove it")
     return False
 
 

@@ -111,6 +111,12 @@ class Scorer:
             for number in range(len(prompts))
             for column in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
         ]
+        yield from self.records(prompts, batch, scores, shown)
+
+    def records(
+        self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor, shown: Sequence[tuple[int, int]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the responses `shown`, each the number of a prompt and of its response; scores are `[prompts, n]`."""
         shown_batch = select_episodes(batch, [number * scores.shape[1] + column for number, column in shown])
         read = self.as_read([prompts[number] for number, _ in shown], shown_batch)
         lengths = sum_by_episode(shown_batch, shown_batch.masked_counts).tolist()

@@ -86,7 +86,7 @@ def takes_options(
         panels: The title of a panel of the help, by the option or the group that it begins with.
         **further: The annotation, the default and the `typer.Option` of further parameters.
     """
-    made = [*_parameters(kind, panels or {})]
+    made = [parameter for parameter in _parameters(kind, panels or {}) if parameter.name not in further]
     for name, (annotation, default, option) in further.items():
         made.append(_parameter(name, default, Annotated[annotation, option]))
     command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""`rl-train evaluate` and `generate`: the metrics and the records of responses, and a chat."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from rl_models import Actor
+from rl_train.cli.commands import app
+from rl_train.data.codec import TextCodec
+from rl_train.loop.draw_run import chat
+from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
+from rl_train.options.options import TrainOptions
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments), "--device=cpu", "--max-new-tokens=4"])
+
+
+def test_an_evaluation_draws_and_scores_every_response(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out, task = tmp_path / "responses.jsonl", "rl_train.quickstart.task:reward"
+    arguments = ["--reward", task, "--samples=4", "--dims=dp=2", "--out", out, "--json"]
+    result = call("evaluate", model, "--prompts", prompts, *arguments)
+    assert result.exit_code == 0, result.output
+    values, records = json.loads(result.stdout), [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["line"] for record in records] == [line for line in range(1, 13) for _ in range(4)]
+    rewards = torch.tensor([record["reward"] for record in records]).view(12, 4)
+    assert values["eval/reward"] == pytest.approx(float(rewards.mean()))
+    assert values["eval/pass@4"] == pytest.approx(float(rewards.amax(1).mean()))
+    assert len({record["response"] for record in records}) > 12, "responses are drawn at temperature 1"
+    refused = call("generate", model, "--prompts", prompts, "--out", prompts)
+    assert refused.exit_code == 2
+    assert "an input; choose another file" in refused.output
+
+
+def test_generate_writes_what_the_model_draws(model: Path, prompts: Path) -> None:
+    result = call("generate", model, "--prompts", prompts, "--temperature=0", "--stop-ids=")
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    codec, actor = TextCodec(model), Actor.from_pretrained(model, device="cpu")
+    batch = actor.generate([codec.encode(letter) for letter in "abcdefghijkl"], max_new_tokens=4, temperature=0.0)
+    assert [record["response"] for record in records] == [codec.decode(row.tolist()) for row in batch.responses()]
+    assert "reward" not in records[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "MODEL"], "evaluate needs a reward; give --reward or --environment"),
+        (["evaluate", "MODEL", "--rewrd", "x"], "Possible options: --reward|did you mean --reward"),
+        (["generate", "MODEL", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
+        (["generate", "MODEL", "--dims", "tp=2"], "a chat runs on one rank"),
+        (["generate"], "Missing argument"),
+    ],
+)
+def test_mistakes_are_named(model: Path, arguments: list[str], message: str) -> None:
+    result = call(*(argument.replace("MODEL", str(model)) for argument in arguments))
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split()))
+
+
+def test_a_chat_goes_on_with_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "data"))
+    from chat_families import CHATML, save_tokenizer
+
+    save_tokenizer(tmp_path, CHATML)
+    size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=256, **sizes)).save_pretrained(tmp_path)
+    options = GenerateOptions(model=tmp_path, device="cpu", max_new_tokens=3, temperature=0.0)
+    asked: list[list[int]] = []
+    generate = Actor.generate
+
+    def recorded(self: Any, prompts: Any, **options: Any) -> Any:
+        asked.extend(prompts)
+        return generate(self, prompts, **options)
+
+    monkeypatch.setattr(Actor, "generate", recorded)
+    answers = list(chat(options, iter(["Hi", "And?"])))
+    texts = [TextCodec(tmp_path).decode(prompt, special=True) for prompt in asked]
+    assert texts[0] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[1].startswith(texts[0])
+    assert texts[1].endswith("<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
+    assert len(answers) == 2
+
+
+def test_options_mean_the_same_as_in_training(tmp_path: Path) -> None:
+    names = EvaluateOptions.names() - {"out"}
+    assert names <= TrainOptions.names() | {"temperature", "top_p", "max_new_tokens"}
+    options = EvaluateOptions(
+        model=tmp_path, prompts=tmp_path / "p", reward="r:f", samples=8, temperature=0.5, dtype="bfloat16", seed=3
+    )
+    run = options.train_options(tmp_path / "run", reward="r:f")
+    assert (run.evaluation.samples, run.evaluation.temperature, run.seed) == (8, 0.5, 3)
+    assert run.engine.dtype is torch.bfloat16
+    assert run.evaluation.prompts == run.prompts == tmp_path / "p"
