@@ -146,5 +146,5 @@ class Scorer:
             self.tell(f"{count} as 0; {result.error}")
         rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.each.items()}
         failed = totals(batch).get("failed", torch.zeros(len(prompts)))
-        scores, errors = torch.tensor(result.total, dtype=torch.float32), result.errors + int(failed.sum())
-        return Scored(scores * (failed == 0), rewards, errors, result.answers, result.costs)
+        total, errors = torch.tensor(result.total, dtype=torch.float32), result.errors + int(failed.sum())
+        return Scored(total * (failed == 0), rewards, errors, result.answers, result.costs)
