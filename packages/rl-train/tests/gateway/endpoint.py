@@ -30,6 +30,9 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONTEXT = 400
+QUESTION = {"role": "user", "content": "6*7?"}
+TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'I ask.<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>'
 
 
 def codec(folder: Path) -> TextCodec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,7 @@ openai = pytest.importorskip("openai", reason="pip install openai")
 
 from rl_train.data.codec import TextCodec  # noqa: E402
 
-from .endpoint import Endpoint, codec  # noqa: E402
-from .test_server import CALL, QUESTION, TOOL  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return codec(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def endpoint(tokenizer: TextCodec) -> Iterator[Endpoint]:
-    endpoint = Endpoint(tokenizer, lambda prompt: CALL if "42<|im_end|>" not in prompt else "It is 42.", seconds=20.0)
-    endpoint.gateway.start()
-    yield endpoint
-    endpoint.gateway.close()
+from .endpoint import QUESTION, TOOL, Endpoint  # noqa: E402
 
 
 def client_of(endpoint: Endpoint, **options: Any) -> Any:

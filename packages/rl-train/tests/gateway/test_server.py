@@ -15,17 +15,9 @@ pytest.importorskip("uvicorn")
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.sessions import Limits
 
-from .endpoint import CONTEXT, Endpoint, codec
+from .endpoint import CALL, CONTEXT, QUESTION, TOOL, Endpoint
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-QUESTION = {"role": "user", "content": "6*7?"}
-TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
-CALL = 'I ask.<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return codec(tmp_path_factory.mktemp("tokenizer"))
 
 
 def body(*messages: Any, **fields: Any) -> dict[str, Any]:
@@ -208,6 +200,8 @@ def test_sampling_options_are_the_runs(tokenizer: TextCodec) -> None:
     assert endpoint.session.overridden == {"temperature": 1, "min_p": 1}
     ((_, sampling),) = endpoint.script.requests
     assert (sampling.temperature, sampling.min_p) == (0.5, 0.0)
+    reply = endpoint.post(CHAT, body(tools=[TOOL], tool_choice="required"))
+    assert (reply.status_code, reply.headers["x-overridden"]) == (200, "tool_choice")
 
 
 IMAGE = {"url": "file:///etc/passwd"}
@@ -236,7 +230,7 @@ REFUSED = {
     "a penalty": (body(frequency_penalty=0.5), 400, "frequency_penalty"),
     "a schema": (body(response_format={"type": "json_object"}), 400, "response_format"),
     "likely tokens": (body(logprobs=True, top_logprobs=5), 400, "top_logprobs"),
-    "a forced tool": (body(tools=[TOOL], tool_choice="required"), 400, "tool_choice"),
+    "a forced tool": (body(tools=[TOOL], tool_choice={"type": "function"}), 400, "tool_choice"),
     "an unknown field": (body(wings=2), 400, "wings"),
     "other ends": (body(stop_token_ids=[5]), 400, "stop_token_ids"),
     "no end": (body(ignore_eos=True), 400, "stop_token_ids"),

@@ -102,6 +102,7 @@ async def _command(run: Run, command: str) -> Ended:
     if run.container is not None:
         arguments = run.container.command(arguments)
     environment = {"OPENAI_BASE_URL": run.base_url, "OPENAI_API_KEY": run.key}
+    environment |= {"ANTHROPIC_BASE_URL": run.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": run.key}
     try:
         process = await asyncio.create_subprocess_exec(
             *arguments,

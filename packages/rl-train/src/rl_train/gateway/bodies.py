@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from parallel_models import SamplingOptions
 from rl_train.gateway.errors import ApiError, unsupported
 
-# Fields that change no token.
+# Fields that change no token, in all dialects.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_retention", "priority", "cache_salt", "skip_special_tokens", "detokenize"}
-_WITHOUT_EFFECT |= {"routed_experts_prompt_start"}
+_WITHOUT_EFFECT |= {"routed_experts_prompt_start", "cache_control", "inference_geo"}
 # Fields that are accepted with these values alone, which are the same as no value; None is always one of them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -42,6 +42,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "background": (False,),
+    "container": (),
+    "context_management": (),
+    "conversation": (),
+    "max_tool_calls": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "prompt": (),
+    "reasoning": ({},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "thinking": ({"type": "disabled"},),
+    "truncation": ("disabled",),
 }
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -105,12 +117,17 @@ class StreamOptions(BaseModel):
     include_obfuscation: Flag = False
 
 
-class Answered(Sampled):
-    """A request of OpenAI's protocol; `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+class Named(Sampled):
+    """A request that names the model."""
 
     model: str
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
+
+
+class Answered(Named):
+    """A request for completions; `return_token_ids` and `return_tokens_as_token_ids` are vLLM's."""
+
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None
 
@@ -123,6 +140,36 @@ class ChatBody(Answered):
     tool_choice: Any = None
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
+
+
+class ResponsesBody(Named):
+    """The body of `/v1/responses`."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_output_tokens: Count | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    n: Literal[1] | None = None
+
+
+class MessagesBody(Named):
+    """The body of Anthropic's `/v1/messages`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Count
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    n: Literal[1] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """See `Sampled`."""
+        return super().stops + tuple(self.stop_sequences or ())
 
 
 class CompletionBody(Answered):
@@ -166,7 +213,7 @@ def read(kind: type[Body], values: Any, place: str = "") -> Body:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(values).__name__}")
     values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
-    for name in [name for name in values if name in _NEUTRAL]:
+    for name in [name for name in values if name in _NEUTRAL and name not in kind.model_fields]:
         value = values.pop(name)
         if value is not None and value not in _NEUTRAL[name]:
             allowed = " or ".join(map(repr, _NEUTRAL[name])) or "no value"

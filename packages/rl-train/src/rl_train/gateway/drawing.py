@@ -50,12 +50,14 @@ class Choice:
         response: The tokens and their fields.
         text: The text for the client, without special tokens and stop texts.
         finish: The end: "stop" or "length"; None before.
+        stop: The stop text that ended the response; None where another end did.
     """
 
     index: int
     response: Response = field(default_factory=lambda: Response([], []))
     text: str = ""
     finish: str | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,9 @@ class Sampler:
             )
             choice.response = cut(choice.response, length)
             choice.text = self.codec.decode(tokens[:length])
-            choice.text = choice.text[: _place(choice.text, drawing.stops)]
-            choice.finish = "stop"
+            place = _place(choice.text, drawing.stops)
+            choice.stop = next(stop for stop in drawing.stops if choice.text.startswith(stop, place))
+            choice.text, choice.finish = choice.text[:place], "stop"
         elif tokens and tokens[-1] in tuple(drawing.sampling.stop_ids):
             choice.finish = "stop"
         elif len(tokens) >= drawing.limit:

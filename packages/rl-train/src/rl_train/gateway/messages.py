@@ -10,6 +10,8 @@ from rl_train.gateway.errors import ApiError, unsupported
 
 # The roles of clients, and those of chat templates.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# The types of parts of a content, and the field with the text.
+_TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -50,11 +52,11 @@ def _text(content: Any, place: str) -> str:
     texts = list[str]()
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "refusal"):
+        if not isinstance(kind, str) or kind not in _TEXTS:
             raise unsupported("messages", f"{place}: a content of the type {kind!r:.50} is not offered; give texts")
-        if not isinstance(part.get(kind), str):
-            raise _wrong(f"{place}: a content of the type {kind} needs the field {kind}, a text")
-        texts.append(part[kind])
+        if not isinstance(part.get(_TEXTS[kind]), str):
+            raise _wrong(f"{place}: a content of the type {kind} needs the field {_TEXTS[kind]}, a text")
+        texts.append(part[_TEXTS[kind]])
     return "\n".join(texts)
 
 

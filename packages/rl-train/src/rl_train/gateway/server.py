@@ -6,16 +6,20 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rl_train.data.codec import TextCodec
-from rl_train.gateway.dialects import Chat, Completion, Dialect, Generate, usage
+from rl_train.gateway.anthropic import Messages
+from rl_train.gateway.chat import Chat
+from rl_train.gateway.dialects import Completion, Dialect, Generate
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
+from rl_train.gateway.encoding import encode
 from rl_train.gateway.errors import ApiError
+from rl_train.gateway.responses import Responses
 from rl_train.gateway.service import EngineService
 from rl_train.gateway.sessions import Session, episode_ended
 from rl_train.trajectories.samples import part_of
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 _DIALECTS: dict[str, type[Dialect]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": Completion,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
     "/inference/v1/generate": Generate,
 }
 # The first part of the path of a client that cannot choose its key.
@@ -167,10 +173,14 @@ class Gateway:
         }
 
     def _session(self, request: Request) -> Session:
-        """Return the session of a request's key: in its path, its bearer token, or verifiers' header of a trace."""
+        """Return the session of a request's key: in its path, its bearer token, or a header.
+
+        Anthropic's clients send x-api-key, verifiers' clients the id of a trace as x-session-id.
+        """
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        headers = (request.headers.get(name, "") for name in ("x-api-key", "x-session-id"))
         named = request.path_params.get("key")
-        for key in (named,) if named else (bearer, request.headers.get("x-session-id", "")):
+        for key in (named,) if named else (bearer, *headers):
             if (session := self._sessions.get(key)) is not None:
                 return session
         raise ApiError(401, "the key is that of no open session; give the session's key", code="invalid_api_key")
@@ -203,18 +213,24 @@ class Gateway:
 
     def _answers(self, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            session = self._session(request)
-            call = dialect(await self._body(request), self._sampler.codec, session)
-            self._check_model(call.model)
-            overridden = call.sampled.check(session.sampling)
-            session.overridden.update(overridden)
-            headers = {"x-overridden": ",".join(overridden)} if overridden else {}
-            drawing = self._drawing(call, session)
-            if call.stream:
-                return await _stream(self._chunks(call, drawing, session), headers)
-            return _json(await _unless_gone(self._whole(call, drawing, session), request), headers=headers)
+            try:
+                return await self._answer(request, dialect)
+            except ApiError as error:
+                return _json(dialect.error(error), error.status)
 
         return endpoint
+
+    async def _answer(self, request: Request, dialect: type[Dialect]) -> Response:
+        session = self._session(request)
+        call = dialect(await self._body(request), self._sampler.codec, session)
+        self._check_model(call.model)
+        overridden = call.sampled.check(session.sampling) + call.overridden
+        session.overridden.update(overridden)
+        headers = {"x-overridden": ",".join(overridden)} if overridden else {}
+        drawing = self._drawing(call, session)
+        if call.stream:
+            return await _stream(call, self._events(call, drawing, session), headers)
+        return _json(await _unless_gone(self._whole(call, drawing, session), request), headers=headers)
 
     async def _body(self, request: Request) -> Any:
         """Return the JSON values of a request."""
@@ -278,13 +294,15 @@ class Gateway:
         choices.sort(key=lambda choice: choice.index)
         for choice in choices:
             self._record(call, choice, session)
-        return call.reply(drawing, choices, [call.whole(choice) for choice in choices])
+        return call.reply(drawing, choices)
 
-    async def _chunks(self, call: Dialect, drawing: Drawing, session: Session) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a stream, the first one before anything is drawn."""
+    async def _events(
+        self, call: Dialect, drawing: Drawing, session: Session
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Yield the events of a stream, the first ones before anything is drawn."""
         sent = [(0, 0)] * drawing.count  # of each choice: the characters and tokens that the client has
         with session.call(drawing) as (drawing, choices):
-            yield call.reply(drawing, (), [])
+            yield call.begin(drawing)
             async with aclosing(self._grow(drawing, session)) as grown:
                 async for choice in grown:
                     text, (characters, tokens) = shown(choice, drawing.stops), sent[choice.index]
@@ -292,9 +310,8 @@ class Gateway:
                     if choice.finish is not None:
                         choices.append(choice)
                         self._record(call, choice, session)
-                    yield call.reply(drawing, (), [call.part(choice, text[characters:], tokens)])
-        if call.stream_options.include_usage:
-            yield call.reply(drawing, (), []) | {"usage": usage(drawing, choices)}
+                    yield call.grow(choice, text[characters:], tokens)
+        yield call.end(drawing, choices)
 
     def _record(self, call: Dialect, choice: Choice, session: Session) -> None:
         part, truncated = part_of(choice.response), choice.finish == "length"
@@ -320,34 +337,38 @@ async def _unless_gone(work: Any, request: Request) -> Any:
         watch.cancel()
 
 
-async def _stream(chunks: AsyncGenerator[dict[str, Any], None], headers: dict[str, str]) -> Response:
-    """Return a stream of server-sent events; errors before the first chunk are raised, later ones are an event."""
+async def _stream(
+    call: Dialect, events: AsyncGenerator[list[dict[str, Any]], None], headers: dict[str, str]
+) -> Response:
+    """Return a stream of server-sent events; errors before the first event are raised, later ones are an event."""
     from starlette.responses import StreamingResponse  # of the extra
 
-    first = await anext(chunks)
+    first = await anext(events)
 
-    async def events() -> AsyncIterator[str]:
-        async with aclosing(chunks):
+    async def texts() -> AsyncIterator[str]:
+        async with aclosing(events):
             try:
-                if first["choices"]:
-                    yield _event(first)
-                async for chunk in chunks:
-                    yield _event(chunk)
+                yield _text(first)
+                async for later in events:
+                    yield _text(later)
             except ApiError as error:
-                yield _event(error.to_json())
+                yield _text([call.late_error(error)])
             except Exception as error:
-                yield _event(ApiError(500, f"{type(error).__name__}: {error}").to_json())
+                yield _text([call.late_error(ApiError(500, f"{type(error).__name__}: {error}"))])
             else:
-                yield "data: [DONE]\n\n"
+                yield call.last_event
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(texts(), media_type="text/event-stream", headers=headers)
 
 
-def _event(values: dict[str, Any]) -> str:
-    return f"data: {json.dumps(values)}\n\n"
+def _text(events: Sequence[dict[str, Any]]) -> str:
+    """Return the text of events, each under its name where it has a type."""
+    return "".join(
+        (f"event: {values['type']}\n" if "type" in values else "") + f"data: {encode(values)}\n\n" for values in events
+    )
 
 
 def _json(values: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    from starlette.responses import JSONResponse  # of the extra
+    from starlette.responses import Response  # of the extra
 
-    return JSONResponse(values, status, headers)
+    return Response(encode(values), status, headers, "application/json")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parallel_layers.module import crc_seed, hashed_seed
 from parallel_models import SamplingOptions
@@ -40,6 +41,7 @@ class Session:
         ended: Whether the episode has ended; later calls are refused.
         overridden: The number of calls by the sampling options that the run has overridden in them.
         tasks: The tasks that draw.
+        conversations: The messages up to a response and with it, by the id of the response, of `/v1/responses`.
     """
 
     recorder: Recorder
@@ -55,6 +57,7 @@ class Session:
     overridden: Counter[str] = field(default_factory=Counter)
     _drawn: Counter[int] = field(default_factory=Counter)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    conversations: dict[str | None, list[dict[str, Any]]] = field(default_factory=dict)
 
     def draw_seed(self, prompt: Sequence[int], seed: int | None) -> int:
         """Return the seed of a call: the client's, or that of the prompt; equal prompts get different seeds in turn."""

@@ -1,0 +1,153 @@
+"""Anthropic's `/v1/messages`: blocks in place of texts, events for blocks, and Anthropic's form of errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_train.gateway.bodies import MessagesBody, read
+from rl_train.gateway.chat import ChatDialect
+from rl_train.gateway.drawing import Choice, Drawing
+from rl_train.gateway.errors import ApiError, unsupported
+
+# The field "type" of an error with this HTTP status.
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_ERRORS |= {504: "timeout_error"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Messages(ChatDialect):
+    """`/v1/messages`."""
+
+    kind = "msg"
+
+    def read(self, values: Any) -> None:
+        """See `Dialect`."""
+        body = read(MessagesBody, values)
+        self.take(body)
+        system = [] if not body.system else [{"role": "system", "content": body.system}]
+        messages = [new for number, message in enumerate(body.messages) for new in _messages(message, number)]
+        tools = [_tool(tool) for tool in body.tools or ()]
+        self.take_chat([*system, *messages], tools if self.offers((body.tool_choice or {}).get("type")) else None)
+
+    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+        """See `Dialect`."""
+        (choice,) = choices
+        values = {"content": list(self._blocks(choice)), "usage": _usage(drawing, choices)}
+        return self._message(drawing) | self._end(choice) | values
+
+    def begin(self, drawing: Drawing) -> list[dict[str, Any]]:
+        """See `Dialect`."""
+        return [{"type": "message_start", "message": self._message(drawing)}]
+
+    def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
+        """See `Dialect`. With tools all blocks come at the end of the answer, which shows what they are."""
+        if self.tools is None:
+            events = [_start(0, {"type": "text", "text": ""})] if begin == 0 else []
+            events += [_delta(0, {"type": "text_delta", "text": text})] if text else []
+            return events + ([_stop(0)] if choice.finish is not None else [])
+        events = []
+        for number, block in enumerate(self._blocks(choice) if choice.finish is not None else ()):
+            empty: dict[str, Any]
+            if block["type"] == "text":
+                empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            else:
+                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events += [_start(number, block | empty), _delta(number, delta), _stop(number)]
+        return events
+
+    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+        """See `Dialect`."""
+        (choice,) = choices
+        usage = _usage(drawing, choices)
+        return [{"type": "message_delta", "delta": self._end(choice), "usage": usage}, {"type": "message_stop"}]
+
+    @classmethod
+    def error(cls, error: ApiError) -> dict[str, Any]:
+        """See `Dialect`."""
+        kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+    def _message(self, drawing: Drawing) -> dict[str, Any]:
+        """Return the message before its first block."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(drawing, ()),
+        }
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        reason = "stop_sequence" if choice.stop is not None else _STOP_REASONS[self.finish(choice)]
+        return {"stop_reason": reason, "stop_sequence": choice.stop}
+
+    def _blocks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the blocks of a complete choice: its text, and one for each call of a tool."""
+        message = self.message(choice)
+        calls = message.get("tool_calls") or ()
+        if message["content"] or not calls:
+            yield {"type": "text", "text": message["content"]}
+        for call in calls:
+            function = call["function"]
+            values = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
+            yield {"type": "tool_use", **values}
+
+
+def _messages(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """Return a message as messages of chat completions: each result of a tool is a message of its own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise ApiError(400, f"messages[{number}]: the role {role!r:.50} must be user or assistant", "messages")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise ApiError(400, f"messages[{number}]: the content must be a text or a list of blocks", "messages")
+    messages, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
+    for block in blocks:
+        match role, block.get("type"):
+            case "user", "tool_result":
+                if texts:
+                    raise ApiError(400, f"messages[{number}]: results of tools come before texts", "messages")
+                result = {"tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
+                messages.append({"role": "tool", **result})
+            case "assistant", "tool_use":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case _:
+                texts.append(block)
+    if texts or calls or not messages:
+        messages.append({"role": role, "content": texts, **({"tool_calls": calls} if calls else {})})
+    return messages
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the form of chat completions."""
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+        raise unsupported(
+            "tools", f"the tool {tool!r:.100} has a type or no name; only tools of the client are offered"
+        )
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    function = {"name": tool["name"], **described, "parameters": tool.get("input_schema") or {}}
+    return {"type": "function", "function": function}
+
+
+def _usage(drawing: Drawing, choices: Sequence[Choice]) -> dict[str, int]:
+    drawn = sum(len(choice.response.tokens) for choice in choices)
+    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": len(drawing.prompt), "output_tokens": drawn, **cache}
+
+
+def _start(number: int, block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": number, "content_block": block}
+
+
+def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": number, "delta": delta}
+
+
+def _stop(number: int) -> dict[str, Any]:
+    return {"type": "content_block_stop", "index": number}

@@ -1,0 +1,129 @@
+"""Chats: the messages and tools of a request, the message of its answer, and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from parallel_layers.module import hashed_seed
+from rl_train.gateway.bodies import ChatBody, read
+from rl_train.gateway.dialects import Completions, Dialect
+from rl_train.gateway.drawing import Choice
+from rl_train.gateway.errors import ApiError, unsupported
+from rl_train.gateway.messages import checked_messages
+from rl_train.gateway.tool_calls import answer, format_of
+
+# The number of tokens before an answer in which a tag may begin a thought.
+_TAIL = 16
+_THOUGHTS = ("<think>", "[THINK]")
+
+
+class ChatDialect(Dialect):
+    """A request that is a chat.
+
+    Attributes:
+        messages: The messages, in the form of chat completions.
+        tools: The tools that the model may call, in the same form; None without.
+    """
+
+    field = "messages"
+
+    def offers(self, tool_choice: Any) -> bool:
+        """Say whether the model may call tools; a choice that forces a call is overridden.
+
+        Raises:
+            ApiError: The choice is not offered.
+        """
+        if tool_choice in ("required", "any"):
+            self.overridden.append("tool_choice")
+        elif tool_choice not in (None, "auto", "none"):
+            raise unsupported("tool_choice", f"tool_choice={tool_choice!r:.100} is not offered; give auto or none")
+        return bool(tool_choice != "none")
+
+    def take_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Take the chat; tools that the chat template drops are refused."""
+        try:
+            self.messages, self.tools = checked_messages(messages), [*tools] if tools else None
+            self.recorded = self.session.recorder.chat(self.messages, self.tools)
+        except ValueError as error:
+            raise ApiError(400, str(error), self.field, "invalid_value") from error
+        except ApiError as error:
+            error.param = self.field
+            raise
+        self._answers = dict[int, dict[str, Any]]()
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """See `Dialect`."""
+        if choice.index not in self._answers:
+            self._answers[choice.index] = self._answer(choice)
+        return self._answers[choice.index]
+
+    def _answer(self, choice: Choice) -> dict[str, Any]:
+        if self.tools is None:
+            return {"role": "assistant", "content": choice.text}
+        raw = self.codec.decode(choice.response.tokens, special=True)
+        begin = self.codec.decode(self.recorded.tokens[-_TAIL:], special=True)
+        number = f"{hashed_seed(self.id, choice.index, size=3):06x}"
+        return answer(choice.text, raw, self._format, number, thinking=begin.rstrip().endswith(_THOUGHTS))
+
+    @cached_property
+    def _format(self) -> str:
+        return format_of(self.codec.template)
+
+    def finish(self, choice: Choice) -> str:
+        """Return the end of a complete choice: "stop", "length" or "tool_calls"."""
+        assert choice.finish is not None
+        return "tool_calls" if "tool_calls" in self.message(choice) else choice.finish
+
+
+class Chat(Completions, ChatDialect):
+    """`/v1/chat/completions`."""
+
+    kind = "chatcmpl"
+
+    def read(self, values: Any) -> None:
+        """See `Dialect`."""
+        body = read(ChatBody, values)
+        self.take(body)
+        self.limit = body.max_completion_tokens or body.max_tokens
+        self.wants_log_probs = bool(body.logprobs)
+        self.take_chat(body.messages, body.tools if self.offers(body.tool_choice) else None)
+
+    @property
+    def object(self) -> str:
+        """See `Completions`."""
+        return "chat.completion.chunk" if self.stream else "chat.completion"
+
+    def _log_probs(self, choice: Choice, begin: int = 0) -> dict[str, Any] | None:
+        return {"content": self.log_probs(choice, begin), "refusal": None} if self.wants_log_probs else None
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """See `Completions`."""
+        return {
+            "index": choice.index,
+            "message": {**self.message(choice), "refusal": None},
+            "logprobs": self._log_probs(choice),
+            "finish_reason": self.finish(choice),
+            **self.ids(choice),
+        }
+
+    def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        """See `Completions`. With tools a choice is one part: only its end shows which calls it has."""
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if self.tools is not None:
+            delta = {}
+            if choice.finish is not None:
+                message = self.message(choice)
+                calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls") or ())]
+                delta = {"content": message["content"]} if message["content"] else {}
+                delta |= {"tool_calls": calls} if calls else {}
+        if begin == 0:
+            delta = {"role": "assistant", "content": "", **delta}
+        return {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._log_probs(choice, begin),
+            "finish_reason": None if choice.finish is None else self.finish(choice),
+            **self.ids(choice, begin),
+        }

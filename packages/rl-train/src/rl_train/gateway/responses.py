@@ -1,0 +1,215 @@
+"""OpenAI's `/v1/responses`: items in place of messages, and events with the items of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_train.gateway.bodies import ResponsesBody, read
+from rl_train.gateway.chat import ChatDialect
+from rl_train.gateway.drawing import Choice, Drawing
+from rl_train.gateway.encoding import Raw
+from rl_train.gateway.errors import ApiError, unsupported
+
+
+class Responses(ChatDialect):
+    """`/v1/responses`; a session keeps its responses for `previous_response_id`."""
+
+    kind = "resp"
+    field = "input"
+
+    def read(self, values: Any) -> None:
+        """See `Dialect`."""
+        self._body = body = read(ResponsesBody, values)
+        self.take(body)
+        self.limit = body.max_output_tokens or body.max_tokens
+        self._numbers = 0
+        self._wants_log_probs = "message.output_text.logprobs" in (body.include or ())
+        previous = body.previous_response_id
+        if previous is not None and previous not in self.session.conversations:
+            raise ApiError(
+                400,
+                f"previous_response_id={previous!r:.100} is no response of this session; give the id of one, or all "
+                "items in input",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
+        instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        history = [*self.session.conversations.get(previous, ()), *_messages(items)]
+        tools = [_tool(tool) for tool in body.tools or ()]
+        self.take_chat([*instructions, *history], tools if self.offers(body.tool_choice) else None)
+        self._history = self.messages[len(instructions) :]
+
+    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+        """See `Dialect`."""
+        (choice,) = choices
+        self.session.conversations[self.id] = [*self._history, self.message(choice)]
+        status = "incomplete" if choice.finish == "length" else "completed"
+        reason = {"reason": "max_output_tokens"} if choice.finish == "length" else None
+        drawn, prompt = len(choice.response.tokens), len(drawing.prompt)
+        return self._response(status) | {
+            "incomplete_details": reason,
+            "output": list(self._items(choice)),
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": drawn,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + drawn,
+            },
+        }
+
+    def begin(self, drawing: Drawing) -> list[dict[str, Any]]:
+        """See `Dialect`."""
+        return [self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
+
+    def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
+        """See `Dialect`. With tools all items come at the end of the answer, which shows what they are."""
+        events = list[dict[str, Any]]()
+        if self.tools is None:
+            if begin == 0:
+                events += self._opened(0, self._text_item("", Raw("[]")))
+            if text:
+                log_probs = self._log_probs(choice, begin)
+                events.append(self._event("output_text.delta", **self._place(0, 0), delta=text, logprobs=log_probs))
+        if choice.finish is not None:
+            for number, item in enumerate(self._items(choice)):
+                if self.tools is not None:
+                    events += self._opened(number, item)
+                    events.append(self._delta(number, item))
+                events += self._closed(number, item)
+        return events
+
+    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+        """See `Dialect`."""
+        response = self.reply(drawing, choices)
+        return [self._event(response["status"], response=response)]
+
+    def late_error(self, error: ApiError) -> dict[str, Any]:
+        """See `Dialect`."""
+        self._numbers += 1
+        values = {"code": error.code, "message": str(error), "param": error.param}
+        return {"type": "error", "sequence_number": self._numbers, **values}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body = self._body
+        values = body.model_dump(include={"model", "instructions", "max_output_tokens", "previous_response_id"})
+        sampling = self.session.sampling
+        return values | {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "parallel_tool_calls": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "truncation": "disabled",
+            "metadata": {},
+            "usage": None,
+        }
+
+    def _items(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the items of a complete choice: its text, and a call for each tool call."""
+        message = self.message(choice)
+        calls = message.get("tool_calls") or ()
+        if message["content"] or not calls:
+            yield self._text_item(message["content"], self._log_probs(choice))
+        for call in calls:
+            number, function = call["id"], call["function"]
+            yield {"type": "function_call", "id": f"fc_{number}", "call_id": number, "status": "completed", **function}
+
+    def _text_item(self, text: str, log_probs: Raw) -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
+        return {
+            "type": "message",
+            "id": f"msg_{self.id}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        }
+
+    def _log_probs(self, choice: Choice, begin: int = 0) -> Raw:
+        return self.log_probs(choice, begin) if self._wants_log_probs else Raw("[]")
+
+    def _opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that begin an item."""
+        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        item = {**item, **empty, "status": "in_progress"}
+        events = [self._event("output_item.added", output_index=number, item=item)]
+        if item["type"] == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events.append(self._event("content_part.added", **self._place(number, 0), part=part))
+        return events
+
+    def _delta(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
+        """Return the event that has the whole text of an item."""
+        if item["type"] == "message":
+            (part,) = item["content"]
+            values = {"delta": part["text"], "logprobs": part["logprobs"]}
+            return self._event("output_text.delta", **self._place(number, 0), **values)
+        place = {"item_id": item["id"], "output_index": number}
+        return self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+
+    def _closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that end an item."""
+        if item["type"] == "message":
+            (part,) = item["content"]
+            place = self._place(number, 0)
+            values = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [
+                self._event("output_text.done", **place, **values),
+                self._event("content_part.done", **place, part=part),
+            ]
+        else:
+            place = {"item_id": item["id"], "output_index": number}
+            values = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._event("function_call_arguments.done", **place, **values)]
+        return [*events, self._event("output_item.done", output_index=number, item=item)]
+
+    def _place(self, number: int, part: int) -> dict[str, Any]:
+        return {"item_id": f"msg_{self.id}", "output_index": number, "content_index": part}
+
+    def _event(self, kind: str, **values: Any) -> dict[str, Any]:
+        event = {"type": f"response.{kind}", "sequence_number": self._numbers, **values}
+        self._numbers += 1
+        return event
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return items as messages of chat completions; calls become those of the answer before them."""
+    messages = list[dict[str, Any]]()
+    for number, item in enumerate(items):
+        match item.get("type", "message"):
+            case "message":
+                messages.append({"role": item.get("role"), "content": item.get("content")})
+            case "function_call":
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                result = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+                messages.append({"role": "tool", **result})
+            case kind:
+                raise unsupported(
+                    "input",
+                    f"input[{number}]: an item of the type {kind!r:.50} is not offered; give messages, function_call "
+                    "and function_call_output",
+                )
+    return messages
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function in the form of chat completions."""
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise unsupported("tools", f"the tool {tool!r:.100} is no function with a name; only functions are offered")
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
