@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("uvicorn")
 anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
 
-from .endpoint import QUESTION, TOOL, Endpoint  # noqa: E402
+from .endpoint import CALL, QUESTION, TOOL, Endpoint  # noqa: E402
 
 FUNCTION = {"name": "multiply", "input_schema": TOOL["function"]["parameters"]}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -76,6 +76,13 @@ def test_texts_stream_in_parts(endpoint: Endpoint, client: Any) -> None:
         texts = list(events.text_stream)
     assert "".join(texts) == "a long answer with an é, " * 5
     assert len(texts) > 2
+
+
+def test_a_key_of_anthropics_header(endpoint: Endpoint) -> None:
+    """Older clients send no bearer token."""
+    values = {"model": "policy", "max_tokens": 20, "messages": [QUESTION]}
+    reply = endpoint.post("/v1/messages", values, key="", headers={"x-api-key": endpoint.session.key})
+    assert reply.json()["content"] == [{"type": "text", "text": CALL[:20]}]
 
 
 def test_mistakes_are_errors_in_anthropics_form(endpoint: Endpoint, client: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -29,9 +29,10 @@ class InFlightPool(EnginePool):
     """
 
     def __init__(self, engines: Sequence[Process], **options: Any) -> None:
-        # The number of losses of each engine, and what it draws.
-        self._losses = Counter[int]()
+        # The number of losses of each engine, of its open responses, and what the pool draws.
+        self._losses, self._open = Counter[int](), Counter[int]()
         self.drawings = WeakSet[Drawing]()
+        self._counting = Lock()
         self.lock, self._closed = RLock(), False
         super().__init__(engines, **options)
 
@@ -46,24 +47,28 @@ class InFlightPool(EnginePool):
 
     def hand_out(self, request: Request, sampling: SamplingOptions, on_done: Callable[[], Any]) -> _Draw:
         """Give a request to an engine; WeightsLostError if none has weights."""
-        counts = Counter[int]()
-        for draw in (draw for drawing in self.drawings for draw in drawing.draws if not draw.call.done()):
-            counts[draw.engine] += draw.sampling.n
         begun = self._affinity.engine(request.prompt)
         engines = self.current & {begun} or self.current
-        engine = min(engines, key=lambda number: (counts[number], number), default=None)
+        engine = min(engines, key=lambda number: (self._open[number], number), default=None)
         if engine is None:
             raise WeightsLostError("no engine with weights is left")
         versions = list[int]()
+        self._count(engine, sampling.n)
         call = self.engines[engine].submit("draw", request, sampling, on_part=versions.append)
 
         def end(call: Future[Any]) -> None:
+            self._count(engine, -sampling.n)
             if call.exception() is None:
                 self.losses_in_a_row[engine] = 0
             on_done()
 
         call.add_done_callback(end)
         return _Draw(request, sampling, engine, self._losses[engine], call, versions)
+
+    def _count(self, engine: int, responses: int) -> None:
+        """Add to the open responses of an engine; answers come in other threads, also while `lock` is held."""
+        with self._counting:
+            self._open[engine] += responses
 
     def repeated(self, draw: _Draw, on_done: Callable[[], Any]) -> _Draw:
         """Return a draw, or where its engine was lost the draw of another engine; WeightsLostError if none is left."""

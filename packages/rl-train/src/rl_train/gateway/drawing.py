@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
@@ -86,13 +87,24 @@ class Sampler:
             self._end(choice, drawing, len(tokens))
             yield choice
 
-    async def grow(self, drawing: Drawing, tasks: set[asyncio.Task[None]]) -> AsyncGenerator[Choice, None]:
+    async def grow(self, drawing: Drawing, tasks: set[asyncio.Task[Any]]) -> AsyncGenerator[Choice, None]:
         """Yield all choices as they grow, each the last time with its `finish`.
 
         Args:
             drawing: What to draw.
             tasks: Takes the tasks that draw, as long as they run; when they are cancelled, this raises CancelledError.
+                The caller's task draws a single choice.
         """
+        if drawing.count == 1:
+            caller = asyncio.current_task()
+            assert caller is not None
+            tasks.add(caller)
+            try:
+                async for choice in self.choice(drawing, 0):
+                    yield choice
+            finally:
+                tasks.discard(caller)
+            return
         queue = asyncio.Queue[Choice | BaseException]()
 
         async def pump(index: int) -> None:

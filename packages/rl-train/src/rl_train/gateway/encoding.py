@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 from uuid import uuid4
 
@@ -39,9 +40,9 @@ def token_entries(names: Sequence[str], log_probs: Sequence[float], *, with_byte
         log_probs: The log-prob of each token.
         with_bytes: Whether an entry has the bytes of its name.
     """
-    entries = (
-        f'{{"token": {json.dumps(name)}, "logprob": {log_prob!r}, '
+    entries = [
+        f'{{"token": {quoted(name)}, "logprob": {log_prob!r}, '
         f'"bytes": {list(name.encode()) if with_bytes else "null"}, "top_logprobs": []}}'
         for name, log_prob in zip(names, log_probs, strict=True)
-    )
+    ]
     return Raw(f"[{', '.join(entries)}]")

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, suppress
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.anthropic import Messages
@@ -282,6 +282,7 @@ class Gateway:
                     yield choice
         except asyncio.CancelledError:
             if session.ended:
+                _go_on()
                 raise episode_ended() from None
             raise
         except TimeoutError:
@@ -318,23 +319,29 @@ class Gateway:
         session.recorder.record(call.recorded, part, call.message(choice), truncated=truncated)
 
 
-async def _unless_gone(work: Any, request: Request) -> Any:
+async def _unless_gone(work: Awaitable[Any], request: Request) -> Any:
     """Return the result of a coroutine; when the client has gone, cancel it."""
-    task = asyncio.ensure_future(work)
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-
-    watch = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has gone")
-        return task.result()
-    finally:
         task.cancel()
+
+    task, watch = cast(asyncio.Task[Any], asyncio.current_task()), asyncio.ensure_future(gone())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
+        _go_on()
+        raise ApiError(499, "the client has gone") from None
+    finally:
         watch.cancel()
+
+
+def _go_on() -> None:
+    """Let the task of a request, which has been cancelled, answer by an error."""
+    cast(asyncio.Task[Any], asyncio.current_task()).uncancel()
 
 
 async def _stream(

@@ -56,7 +56,7 @@ class Session:
     ended: bool = False
     overridden: Counter[str] = field(default_factory=Counter)
     _drawn: Counter[int] = field(default_factory=Counter)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     conversations: dict[str | None, list[dict[str, Any]]] = field(default_factory=dict)
 
     def draw_seed(self, prompt: Sequence[int], seed: int | None) -> int:
