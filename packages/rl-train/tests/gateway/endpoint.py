@@ -78,8 +78,8 @@ class Recorded(NamedTuple):
 class Record(Recorder):
     """Keeps the arguments of `record`, too."""
 
-    def __init__(self, tokenizer: TextCodec) -> None:
-        super().__init__(Prompt([0], {}, 1), tokenizer, CONTEXT)
+    def __init__(self, tokenizer: TextCodec, limit: int) -> None:
+        super().__init__(Prompt([0], {}, 1), tokenizer, limit)
         self.recorded = list[Recorded]()
 
     def record(self, call: Call, part: Part, answer: Any = None, *, truncated: bool = False) -> RecordedCall:
@@ -91,13 +91,19 @@ class Endpoint:
     """A gateway over a script, with one open session."""
 
     def __init__(
-        self, tokenizer: TextCodec, say: Callable[[str], str], limits: Limits | None = None, **options: Any
+        self,
+        tokenizer: TextCodec,
+        say: Callable[[str], str],
+        limits: Limits | None = None,
+        script: type[Script] | None = None,
+        **options: Any,
     ) -> None:
-        self.codec, self.script = tokenizer, Script(tokenizer, say)
+        self.codec, self.script = tokenizer, (script or Script)(tokenizer, say)
         stop_ids = [tokenizer.vocabulary["<|im_end|>"]]
         sampling = SamplingOptions(max_new_tokens=200, temperature=0.5, stop_ids=stop_ids)
-        self.gateway = Gateway(self.script, tokenizer, **{"context": CONTEXT, **options})
-        self.record = Record(tokenizer)
+        options = {"context": CONTEXT, **options}
+        self.gateway = Gateway(self.script, tokenizer, **options)
+        self.record = Record(tokenizer, options["context"])
         self.session = self.gateway.add(Session(self.record, sampling, limits=limits or Limits()))
 
     def post(self, path: str, body: Any, key: str | None = None, **options: Any) -> Any:
