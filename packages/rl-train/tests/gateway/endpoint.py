@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from parallel_models import SamplingOptions
+from rl_models import Batch
 from rl_train.data.codec import TextCodec
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import Request, Response
@@ -63,6 +64,20 @@ class Script:
         log_probs = [-(drawn + n) / 8 for n in range(len(tokens))]
         kept = [[token, 0] for token in tokens] if sampling.keep_sampling_mask else None
         future.set_result(Response(tokens, log_probs, kept, versions=[3] * len(tokens)))
+        return future
+
+
+class Policy(Script):
+    """A script whose log-probs are those of a model."""
+
+    actor: Any
+
+    def submit(self, request: Request, sampling: SamplingOptions) -> Future[Response]:
+        tokens = super().submit(request, sampling).result().tokens
+        batch = Batch.from_sequences([request.prompt + tokens], response_lengths=[len(tokens)])
+        log_probs = self.actor.log_probs(batch).log_probs[batch.mask].tolist()
+        future: Future[Response] = Future()
+        future.set_result(Response(tokens, log_probs, versions=[0] * len(tokens)))
         return future
 
 

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("uvicorn")
 agents = pytest.importorskip("agents", reason="pip install openai-agents")
 
 from openai import AsyncOpenAI  # noqa: E402
 
-from parallel_models import SamplingOptions  # noqa: E402
-from rl_models import Actor, Batch  # noqa: E402
-from rl_train.data.codec import TextCodec  # noqa: E402
-from rl_train.engines.interface import Request, Response  # noqa: E402
 from rl_train.trajectories.episodes import batch_of_episodes  # noqa: E402
 
-from .endpoint import Endpoint, Script  # noqa: E402
+from .endpoint import Endpoint  # noqa: E402
 
 CALL = 'I ask.<tool_call>{"name": "multiply",  "arguments": {"a": 6, "b": 7}}</tool_call>'
-CONTEXT = 2000
 
 
 @agents.function_tool
@@ -58,43 +50,11 @@ async def solve(base_url: str, question: str, kind: type[Any], **tools: Any) -> 
     return str(result.final_output)
 
 
-class Policy(Script):
-    """A script whose log-probs are those of a model."""
-
-    actor: Any
-
-    def submit(self, request: Request, sampling: SamplingOptions) -> Future[Response]:
-        tokens = super().submit(request, sampling).result().tokens
-        batch = Batch.from_sequences([request.prompt + tokens], response_lengths=[len(tokens)])
-        log_probs = self.actor.log_probs(batch).log_probs[batch.mask].tolist()
-        future: Future[Response] = Future()
-        future.set_result(Response(tokens, log_probs, versions=[0] * len(tokens)))
-        return future
-
-
-@pytest.fixture(scope="module")
-def actor(tokenizer: TextCodec, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer.vocabulary), max_position_embeddings=CONTEXT)
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return Actor.from_pretrained(folder, device="cpu")
-
-
-@pytest.fixture
-def policy(tokenizer: TextCodec, actor: Any) -> Iterator[Endpoint]:
-    say = lambda prompt: CALL if "\n42<|im_end|>" not in prompt else "It is 42."  # noqa: E731
-    script = type("Policy", (Policy,), {"actor": actor})
-    endpoint = Endpoint(tokenizer, say, script=script, context=CONTEXT, seconds=20.0)
-    endpoint.gateway.start()
-    yield endpoint
-    endpoint.gateway.close()
-
-
 @pytest.mark.parametrize("api", ["responses", "chat", pytest.param("mcp", marks=pytest.mark.slow)])
 def test_an_episode_of_openai_agents(policy: Endpoint, actor: Any, tmp_path: Path, api: str) -> None:
     """Its calls are one sample, with the template's ids around the drawn ones, and the model's log-probs of these."""
+    policy.script.say = lambda prompt: CALL if "\n42<|im_end|>" not in prompt else "It is 42."
+    policy.gateway.start()
     url = policy.gateway.base_url(policy.session)
     kind = agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel
 

@@ -11,6 +11,9 @@ from rl_train.gateway.drawing import Choice, Drawing
 from rl_train.gateway.encoding import Raw
 from rl_train.gateway.errors import ApiError, unsupported
 
+# The events of an item's text, by the type of the item.
+_KINDS = {"message": "output_text", "function_call": "function_call_arguments"}
+
 
 class Responses(ChatDialect):
     """`/v1/responses`; a session keeps its responses for `previous_response_id`."""
@@ -68,17 +71,13 @@ class Responses(ChatDialect):
         """See `Dialect`. With tools all items come at the end of the answer, which shows what they are."""
         events = list[dict[str, Any]]()
         if self.tools is None:
-            if begin == 0:
-                events += self._opened(0, self._text_item("", Raw("[]")))
-            if text:
-                log_probs = self._log_probs(choice, begin)
-                events.append(self._event("output_text.delta", **self._place(0, 0), delta=text, logprobs=log_probs))
-        if choice.finish is not None:
-            for number, item in enumerate(self._items(choice)):
-                if self.tools is not None:
-                    events += self._opened(number, item)
-                    events.append(self._delta(number, item))
-                events += self._closed(number, item)
+            item = self._text_item("", Raw("[]"))
+            events += self._opened(0, item) if begin == 0 else []
+            events += [self._delta(0, item, text, self._log_probs(choice, begin))] if text else []
+        for number, item in enumerate(self._items(choice) if choice.finish is not None else ()):
+            if self.tools is not None:
+                events += [*self._opened(number, item), self._delta(number, item, *_contents(item).values())]
+            events += self._closed(number, item)
         return events
 
     def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
@@ -141,45 +140,43 @@ class Responses(ChatDialect):
     def _opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events that begin an item."""
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        item = {**item, **empty, "status": "in_progress"}
-        events = [self._event("output_item.added", output_index=number, item=item)]
+        events = [self._event("output_item.added", output_index=number, item=item | empty | {"status": "in_progress"})]
         if item["type"] == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            events.append(self._event("content_part.added", **self._place(number, 0), part=part))
+            events.append(self._event("content_part.added", **_place(number, item), part=part))
         return events
 
-    def _delta(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
-        """Return the event that has the whole text of an item."""
-        if item["type"] == "message":
-            (part,) = item["content"]
-            values = {"delta": part["text"], "logprobs": part["logprobs"]}
-            return self._event("output_text.delta", **self._place(number, 0), **values)
-        place = {"item_id": item["id"], "output_index": number}
-        return self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+    def _delta(self, number: int, item: dict[str, Any], text: str, log_probs: Raw | None = None) -> dict[str, Any]:
+        """Return the event that has a part of an item's text."""
+        values = {} if log_probs is None else {"logprobs": log_probs}
+        return self._event(f"{_KINDS[item['type']]}.delta", **_place(number, item), delta=text, **values)
 
     def _closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events that end an item."""
+        place = _place(number, item)
+        events = [self._event(f"{_KINDS[item['type']]}.done", **place, **_contents(item))]
         if item["type"] == "message":
-            (part,) = item["content"]
-            place = self._place(number, 0)
-            values = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = [
-                self._event("output_text.done", **place, **values),
-                self._event("content_part.done", **place, part=part),
-            ]
-        else:
-            place = {"item_id": item["id"], "output_index": number}
-            values = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._event("function_call_arguments.done", **place, **values)]
+            events.append(self._event("content_part.done", **place, part=item["content"][0]))
         return [*events, self._event("output_item.done", output_index=number, item=item)]
-
-    def _place(self, number: int, part: int) -> dict[str, Any]:
-        return {"item_id": f"msg_{self.id}", "output_index": number, "content_index": part}
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
         event = {"type": f"response.{kind}", "sequence_number": self._numbers, **values}
         self._numbers += 1
         return event
+
+
+def _place(number: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the place of an item's text among all items."""
+    part = {"content_index": 0} if item["type"] == "message" else {}
+    return {"item_id": item["id"], "output_index": number, **part}
+
+
+def _contents(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the text of an item, and its log-probs."""
+    if item["type"] == "function_call":
+        return {"arguments": item["arguments"]}
+    (part,) = item["content"]
+    return {"text": part["text"], "logprobs": part["logprobs"]}
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
