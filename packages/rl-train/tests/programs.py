@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import socket
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 
 def post(url: str, body: Mapping[str, Any], key: str = "none") -> Any:
@@ -50,6 +53,35 @@ def talk(base_url: str, row: Mapping[str, Any]) -> Any:
             post(f"{base_url}/reward", {"reward": 0.25})
             return None
     return float(len(messages) // 2)
+
+
+def wander(base_url: str, row: Mapping[str, Any]) -> float:
+    """Ask some times, and return the number of letters of the answers; fail, leave calls and rewrite the history."""
+    draws, letters = random.Random(row["seed"]), 0
+    messages: list[Any] = [{"role": "user", "content": f"question {row['seed']}"}]
+    for _ in range(draws.randrange(1, 5)):
+        event = draws.random()
+        if event < 0.03:
+            raise KeyError("gone")
+        if event < 0.06:
+            time.sleep(60)
+        if event < 0.12:
+            leave(base_url, messages, stream=event < 0.09)
+        if event > 0.9:
+            messages = messages[-1:]
+        answer = ask(base_url, messages)
+        letters += len(answer["content"])
+        messages += [answer, {"role": "user", "content": "and?"}]
+    return float(letters)
+
+
+def leave(base_url: str, messages: Sequence[Any], *, stream: bool) -> None:
+    """Close the connection soon after a request."""
+    url, body = urlsplit(base_url), json.dumps({"model": "policy", "messages": messages, "stream": stream}).encode()
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((str(url.hostname), int(url.port or 0)), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        time.sleep(0.005)
 
 
 async def gather(base_url: str, row: Mapping[str, Any]) -> float:

@@ -119,5 +119,6 @@ def test_an_error_in_a_stream(endpoint: Endpoint, create: Any) -> None:
         raise RuntimeError("the engine is gone")
 
     endpoint.script.say = fail
-    *_, error = create(input="x", stream=True)
+    *events, error = create(input="x", stream=True)
+    assert error.sequence_number == len(events)
     assert (error.type, error.message) == ("error", "RuntimeError: the engine is gone")

@@ -87,9 +87,7 @@ class Responses(ChatDialect):
 
     def late_error(self, error: ApiError) -> dict[str, Any]:
         """See `Dialect`."""
-        self._numbers += 1
-        values = {"code": error.code, "message": str(error), "param": error.param}
-        return {"type": "error", "sequence_number": self._numbers, **values}
+        return self._event("error", code=error.code, message=str(error), param=error.param) | {"type": "error"}
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
