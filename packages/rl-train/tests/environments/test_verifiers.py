@@ -31,10 +31,14 @@ TEMPLATE = "<s>{% for message in messages %}{{ message.content }}</s>{% endfor %
 SOURCE = "verifiers:letters_of_the_test,agent.runtime.type=subprocess"
 # A package of the user: tasks with a letter as prompt, and a harness that asks again, in the process of the episodes.
 TASKSET = """
-import json
+import json, os
 
 import httpx
 import verifiers.v1 as vf
+from verifiers.v1.harnesses.utils.mcp import mcp_client
+
+# The process of the tools imports this module, which is not installed.
+os.environ["PYTHONPATH"] = os.getcwd()
 
 
 class Data(vf.TaskData):
@@ -63,7 +67,17 @@ class Config(vf.TasksetConfig):
     does: str = ""
 
 
+class Twice(vf.Toolset[vf.SharedToolsetConfig]):
+    @vf.tool
+    def twice(self, text: str) -> str:
+        return text * 2
+
+
 class Letters(vf.Taskset[LetterTask, Config]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Twice(vf.SharedToolsetConfig())] if config.does == "tool" else []
+
     def load(self):
         for number, letter in enumerate("ca"):
             data = Data(prompt=letter, turns=2 - number, does=self.config.does, name=f"letter {letter}")
@@ -76,6 +90,7 @@ class Endless(Letters):
 
 class Asking(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
+    SUPPORTS_MCP = True
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         messages = [{"role": "user", "content": data.prompt}]
@@ -85,11 +100,20 @@ class Asking(vf.Harness[vf.HarnessConfig]):
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.status_code != 200:
                     return vf.ProgramResult(1, "", reply.text)
-                messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "ab"}]
+                answer = reply.json()["choices"][0]["message"]
+                text = "ab"
+                for url in mcp_urls.values():
+                    async with mcp_client({"url": url}) as server:
+                        result = await server.call_tool("twice", {"text": answer["content"]})
+                    text = result.content[0].text
+                messages += [answer, {"role": "user", "content": text}]
         return vf.ProgramResult(0, "", "")
 
 
 __all__ = ["Letters", "Asking"]
+
+if __name__ == "__main__":
+    Twice.run()
 """
 
 
@@ -123,7 +147,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("verifiers")
     (tmp_path / "letters_of_the_test.py").write_text(TASKSET)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", "")  # which the taskset sets; the old value comes back
     _loaded.cache_clear()
     yield tmp_path
     sys.modules.pop("letters_of_the_test", None)
@@ -213,6 +237,13 @@ def test_episodes_have_the_tokens_of_the_train_client(draw: Draw, folder: Path) 
         assert row.tolist() == tokens
         assert mask.tolist() == sampled
         assert log_probs.tolist() == drawn
+
+
+def test_a_tool_of_an_mcp_server(draw: Draw) -> None:
+    """The server of the taskset runs in a process of its own, and the harness calls its tool over HTTP."""
+    batch, _, _ = draw(f"{SOURCE},taskset.does=tool,select.limit=1")
+    (row,) = batch.split()
+    assert row.tolist() == [1, A + 2, END, A + 3, END, A + 3, A + 3, END, A + 8, END]
 
 
 def test_an_episode_that_fails_is_named_or_counts_as_0(draw: Draw) -> None:
