@@ -92,16 +92,17 @@ def merge(
 
     A source is a Hugging Face folder, a sharded folder, a run or a step of Megatron-Core (torch_dist), a LoRA adapter
     of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. A
-    training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back.
+    training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back;
+    --to hf writes its weights.
     """
     from ckpt.training.runs import folder_name
     from ckpt.training.saved_step import is_training
 
-    of_run = to == "megatron" and is_training(source)
+    of_run = is_training(source)
     options = {"--dims": dims, "--target": target, "--dtype": dtype, "--format": format, "--base": base}
     options |= {"--copy-from": copy_from}
     taken = {
-        "hf": {"--dtype", "--format", "--base", "--copy-from"},
+        "hf": {"--dtype", "--copy-from"} if of_run else {"--dtype", "--format", "--base", "--copy-from"},
         "megatron": {"--dims", "--target"} if of_run else {"--dims", "--target", "--dtype"},
         "training": {"--copy-from"},
     }
@@ -116,6 +117,15 @@ def merge(
             step = ckpt.training.latest_step(destination)
             assert step is not None
             destination /= folder_name(step)  # the run may hold other steps
+        elif of_run and to == "hf":
+            ckpt.training.training_to_hf(
+                source,
+                destination,
+                dtype=common.read_dtype(dtype),
+                max_shard_size=max_shard_size,
+                copy_from=copy_from,
+                progress=progress,
+            )
         elif of_run:
             ckpt.training.training_to_megatron(source, destination, **places, progress=progress)
         elif to == "megatron":

@@ -1,4 +1,5 @@
 from ckpt.training.checkpoint import PendingSave as PendingSave, open_step as open_step
+from ckpt.training.hugging_face import training_to_hf as training_to_hf
 from ckpt.training.megatron import (
     megatron_to_training as megatron_to_training,
     training_to_megatron as training_to_megatron,

@@ -137,8 +137,26 @@ def merge(
     if format not in (None, "fp8"):
         raise ValueError(f"format={format!r} is unknown; use 'fp8', or None for plain weights")
     origin, opened = open_for_copy(source, destination, dtype, pickled=True, copy_from=copy_from)
+    change = None if config is None else read_adapter(adapter, opened.layout, config)
+    companions = origin if copy_from is None else Path(copy_from)
+    write_whole(opened, Path(destination), companions, dtype, format, max_shard_size, progress, change)
+
+
+def write_whole(
+    opened: Source,
+    destination: Path,
+    companions: Path,
+    dtype: torch.dtype | None,
+    format: Literal["fp8"] | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+    change: Change | None = None,
+) -> None:
+    """Write the canonical tensors of an opened source as a Hugging Face checkpoint; see `merge` for the arguments.
+
+    `companions` is the folder whose tokenizer, processor and generation files are copied. Values go through `change`.
+    """
     layout = opened.layout
-    change = None if config is None else read_adapter(adapter, layout, config)
     whole = {name: Block.whole(name, canonical.shape) for name, canonical in layout.canonical.items()}
     blocks, contents = _contents(opened, whole, dtype)
     quantized = [name for name, (_, shape) in contents.items() if format == "fp8" and is_quantized(name, shape)]
@@ -148,9 +166,9 @@ def merge(
     plan = plan_files(contents, max_shard_size, layout.transposed)
 
     def describe(folder: Path) -> None:
-        write_companions(folder, plan, layout, layout.config, origin if copy_from is None else copy_from)
+        write_companions(folder, plan, layout, layout.config, companions)
 
-    _write(opened, Path(destination), [(plan, blocks)], describe, progress, quantized, change)
+    _write(opened, destination, [(plan, blocks)], describe, progress, quantized, change)
 
 
 def _base_of(adapter: Path, config: Mapping[str, Any], base: str | os.PathLike[str] | None) -> Path:

@@ -193,6 +193,27 @@ app.command("plan", cls=OptionsCommand, epilog=examples(*_PLAN))(plan)
 add_draws(app)
 
 
+_EXPORT = ("rl-train export RUN OUT", "rl-train export RUN/training/actor/step-00000020 OUT")
+
+
+@app.command("export", epilog=examples(*_EXPORT))
+def export(
+    step: Annotated[
+        Path, typer.Argument(help="Run, its training/MODEL, or a step in it (default: the newest step of the policy).")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder for the Hugging Face checkpoint.")],
+) -> None:
+    """Write a training checkpoint as a Hugging Face checkpoint, with adapters merged."""
+    with mistakes_as_messages():
+        from rl_train.loop.export import export as run
+
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("writing", total=None)
+            saved = run(step, out, lambda done, total: progress.update(task, completed=done, total=total))
+        typer.echo(printable(f"wrote step {saved.step} of {saved.folder} to {out}"))
+
+
 @app.command("report", epilog=examples("rl-train report RUN"))
 def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions.

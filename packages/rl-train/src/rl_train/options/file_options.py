@@ -151,3 +151,9 @@ def mistakes(options: FileOptions) -> list[str]:
             fix = "needs a mixture between 0 and 1" if mixes else "takes no mixture"
             found.append(f"divergence={options.divergence} {fix}, got {options.mixture}")
     return found
+
+
+# The options of each command that learns from a file.
+FILE_RECIPES: dict[str, type[FileOptions]] = {
+    kind.command: kind for kind in (SftOptions, DpoOptions, RewardModelOptions, DistillOptions)
+}

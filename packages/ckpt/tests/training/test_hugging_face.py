@@ -1,0 +1,53 @@
+"""A step of a training run becomes the Hugging Face checkpoint that was saved from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from ckpt import Checkpoint, layout_for, load_hf, save_training
+from ckpt.cli import app
+from ckpt.training import training_to_hf
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama-tied", pytest.param("qwen3-moe", marks=pytest.mark.slow), pytest.param("deepseek", marks=pytest.mark.slow)],
+)
+def test_a_step_is_written_with_the_files_of_its_model(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint(name)
+    layout = layout_for(source)
+    for step, factor in ((3, 1.0), (12, 2.0)):
+        weights = {key: weight * factor for key, weight in load_hf(source, layout).items()}
+        moments = {key: {"step": torch.tensor(3.0), "exp_avg": weight.clone()} for key, weight in weights.items()}
+        save_training(tmp_path / "run", step, weights, layout, optimizer=moments)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text("{}")
+    command = ["convert", tmp_path / "run", tmp_path / "newest", "--copy-from", tmp_path / "tokens"]
+    result = CliRunner().invoke(app, [*map(str, command)])
+    assert result.exit_code == 0, result.output
+    training_to_hf(tmp_path / "run" / "step-00000003", tmp_path / "third", dtype=torch.bfloat16)
+    expected = load_file(Checkpoint(source).path / "model.safetensors")
+    newest, third = (load_file(tmp_path / folder / "model.safetensors") for folder in ("newest", "third"))
+    assert newest.keys() == third.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert torch.equal(newest[key], weight * 2)
+        assert torch.equal(third[key], weight.to(third[key].dtype))
+    assert third["model.norm.weight"].dtype == torch.bfloat16
+    assert (tmp_path / "newest" / "tokenizer.json").is_file()
+
+
+def test_what_a_run_cannot_be_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    save_training(tmp_path / "run", 1, load_hf(source, layout), layout, optimizer={})
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "fp8"])
+    assert result.exit_code == 2
+    assert "--to hf takes no --format with this source; leave it out" in result.output

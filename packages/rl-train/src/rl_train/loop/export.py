@@ -1,0 +1,87 @@
+"""`rl-train export`: a training checkpoint of a run as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckpt.training import latest_step, saved_steps, training_to_hf
+from parallel_layers import ParallelDims
+from parallel_models.engine import checkpoint_folder
+from rl_models import Critic
+from rl_models.api import Worker
+from rl_train.cluster.launch import Devices
+from rl_train.data.sources import read_json
+from rl_train.loop.file_objectives import OBJECTIVES
+from rl_train.loop.folder import MARK
+from rl_train.loop.resume import COMMAND
+from rl_train.options.derived import engine_options
+from rl_train.options.file_options import FILE_RECIPES
+from rl_train.options.options import TrainOptions
+from rl_train.options.run_options import RunOptions
+
+
+class SavedModel(NamedTuple):
+    """A training checkpoint of a model: the options of its run, the folder of its checkpoints, and the step."""
+
+    options: RunOptions
+    folder: Path
+    step: int
+
+
+def find_step(path: Path) -> SavedModel:
+    """Return the training checkpoint that a path names.
+
+    Args:
+        path: `RUN`, `RUN/training/MODEL`, or a step in it, `RUN/training/MODEL/step-00000020`; without a step the
+            newest one, and without a model the policy's, or the reward model's.
+
+    Raises:
+        ValueError: The path is no run's, or there is no such checkpoint; names those that there are.
+    """
+    run = next((folder for folder in (path, *path.absolute().parents) if (folder / MARK).is_file()), None)
+    if run is None:
+        raise ValueError(f"{path} is in no run, a folder with {MARK}; give the --out of a run, or a step in it")
+    values = read_json(run / MARK)
+    kind = FILE_RECIPES.get(str(values.get(COMMAND)), TrainOptions)
+    options = kind(**{name: values[name] for name in kind.names() if values.get(name) is not None})
+    inside = path.absolute().relative_to(run.absolute()).parts
+    names = [part for part in inside if part != "training" and not part.startswith("step-")] or options.trained[:1]
+    folder, step = run / "training" / names[0], re.fullmatch(r"step-(\d+)", inside[-1] if inside else "")
+    number = latest_step(folder) if step is None else int(step[1])
+    if number not in saved_steps(folder):
+        raise ValueError(f"{folder} has no checkpoint {path.name}; its steps are {saved_steps(folder)}")
+    return SavedModel(options, folder, number)
+
+
+def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> SavedModel:
+    """Write a training checkpoint as a Hugging Face checkpoint, adapters merged; return which one it was.
+
+    Without adapters the weights are copied through a bounded buffer. With adapters the model is loaded on the CPU.
+
+    Raises:
+        ValueError: As for `find_step`; or `out` holds something else than a checkpoint.
+    """
+    saved = find_step(path)
+    options, model = saved.options, Path(checkpoint_folder(saved.options.model))
+    if options.lora is None:
+        step = saved.folder / f"step-{saved.step:08d}"
+        training_to_hf(step, out, copy_from=model, progress=progress)
+        return saved
+    kind, device = _kind(saved), Devices.find("cpu").current
+    arguments: dict[str, Any] = vars(engine_options(options, ParallelDims(), kind.role))
+    worker = kind.from_pretrained(model, backend=options.backend, device=device, **arguments)
+    worker.load_training(saved.folder, step=saved.step)
+    worker.save_pretrained(out)
+    return saved
+
+
+def _kind(saved: SavedModel) -> type[Worker]:
+    """Return the class of a saved model."""
+    if isinstance(saved.options, TrainOptions):
+        from rl_train.loop.checked_run import policy_kind
+
+        return Critic if saved.folder.name == "critic" else policy_kind(saved.options)
+    return OBJECTIVES[saved.options.learned].kind

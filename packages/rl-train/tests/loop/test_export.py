@@ -1,0 +1,88 @@
+"""`rl-train export`: training checkpoints become the checkpoints that their runs write at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from rl_models import Actor, OptimizerOptions
+from rl_models.api import WholeBatches
+from rl_train.cli.commands import app
+from rl_train.loop.checked_examples import check_examples
+from rl_train.loop.export import find_step
+from rl_train.loop.file_objectives import OBJECTIVES
+from rl_train.loop.file_recipe import FileRecipe
+from rl_train.loop.folder import write_options
+from rl_train.loop.loop import Loop
+from rl_train.options.file_options import DpoOptions, FileOptions, RewardModelOptions
+from rl_train.options.options import TrainOptions
+
+ROWS = [{"prompt": letter, "chosen": "bcd", "rejected": "dcb"} for letter in "abcd"]
+
+
+def trained(kind: type[FileOptions], model: Path, out: Path, **options: Any) -> None:
+    """Train two steps in this process, each with a training checkpoint."""
+    given: dict[str, Any] = {"steps": 2, "save_every": 1, "batch_size": 2, "device": "cpu", "learning_rate": 0.01}
+    resolved = kind(model=model, dataset=out / "rows.jsonl", out=out, **given | options)
+    checked, lora = check_examples(resolved, ROWS), resolved.lora
+    write_options(resolved)
+    worker = OBJECTIVES[resolved.learned].kind.from_pretrained(
+        model, device="cpu", lora=lora, optimizer=OptimizerOptions(learning_rate=0.01)
+    )
+    beside = None if lora else WholeBatches(Actor.from_pretrained(model, device="cpu"))
+    recipe = FileRecipe(lambda make: make(), lambda event: None, True, checked, WholeBatches(worker), beside)
+    Loop(resolved, resolved, recipe).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(DpoOptions, {}), (DpoOptions, {"lora_rank": 2}), (RewardModelOptions, {})]
+)
+def test_the_last_step_is_the_result_of_the_run(
+    kind: type[FileOptions], options: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    trained(kind, model, run, **options)
+    name = "critic" if kind is RewardModelOptions else "actor"
+    result = CliRunner().invoke(app, ["export", str(run), str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"wrote step 2 of {run / 'training' / name} to {out}" in result.output.replace("\n", "")
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (out, run / name))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], weight) for key, weight in expected.items())
+    assert {file.name for file in out.iterdir()} == {file.name for file in (run / name).iterdir()}
+    first = CliRunner().invoke(app, ["export", str(run / "training" / "step-00000001"), str(tmp_path / "first")])
+    assert first.exit_code == 0, first.output
+    others = load_file(tmp_path / "first" / "model.safetensors")
+    assert any(not torch.equal(others[key], weight) for key, weight in expected.items())
+    missing = CliRunner().invoke(app, ["export", str(run / "training" / name / "step-00000009"), str(out)])
+    assert missing.exit_code == 2
+    assert "has no checkpoint step-00000009; its steps are [1, 2]" in missing.output
+
+
+def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> None:
+    options = TrainOptions(
+        model=model,
+        prompts=tmp_path / "p",
+        reward="r:f",
+        out=tmp_path / "run",
+        algorithm="ppo",
+        dtype="bfloat16",
+        stop_ids="2,7",
+        logger="tensorboard",
+        **{"engine.lora.rank": 4, "engine.lora.targets": "q_proj,v_proj", "optimizer.betas": "0.9,0.95"},
+    )
+    write_options(options)
+    step = tmp_path / "run" / "training" / "critic" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text(json.dumps({}))
+    (step.parent / "latest").write_text("step-00000003\n")
+    saved = find_step(tmp_path / "run" / "training" / "critic")
+    assert (saved.options, saved.step) == (options, 3)
+    with pytest.raises(ValueError, match=r"is in no run, a folder with options\.json; give the --out of a run"):
+        find_step(tmp_path / "elsewhere")
