@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
 from rl_train.options.derived import check
+from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
+from rl_train.options.file_options import DistillOptions, DpoOptions, RewardModelOptions, SftOptions
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.nested import Options
 from rl_train.options.options import TrainOptions
@@ -26,32 +28,42 @@ README = (PACKAGE / "README.md").read_text()
 ROOT = PACKAGE.parents[1]
 SECTION = (ROOT / "docs" / "rl-train.md").read_text().split("\n## Command line\n")[1]
 COMMANDS: Any = typer.main.get_command(app)
+OPTIONS: dict[str, type[Options]] = {
+    "train": TrainOptions,
+    "sft": SftOptions,
+    "dpo": DpoOptions,
+    "reward": RewardModelOptions,
+    "distill": DistillOptions,
+    "evaluate": EvaluateOptions,
+    "generate": GenerateOptions,
+    "plan": PlanOptions,
+}
 
 
 def defaults(command: str) -> dict[str, Any]:
     """Return the default of every option by its name on the command line."""
     found = {name: option.default for option in COMMANDS.commands[command].params for name in option.opts}
-    for option in {"train": TrainOptions, "plan": PlanOptions}.get(command, Options).leaves():
+    for option in OPTIONS.get(command, Options).leaves():
         found |= dict.fromkeys(option.flags, None if option.field.is_required() else option.field.default)
     return found
 
 
 def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
-    usages = re.findall(r"^    rl-train (\w+)((?: .*\n)(?:     +.*\n)*)", SECTION, re.M)
-    assert [command for command, _ in usages] == ["quickstart", "score", "train", "report", "plan"]
+    lines = re.findall(r"^    rl-train (\w+(?: \| \w+)*)((?: .*\n)(?:     +.*\n)*)", SECTION, re.M)
+    usages = [(command, usage) for commands, usage in lines for command in commands.split(" | ")]
     assert {command for command, _ in usages} == set(COMMANDS.commands)
     compared = 0
     for command, usage in usages:
         known = defaults(command)
         options = re.findall(r"(--[a-z0-9.-]+)(?: ([^\s\]|]+))?", usage)
-        assert options or command == "report"
+        assert options or command in ("report", "export")
         for name, value in options:
             assert name in known, f"{command} has no {name}"
             # What has no default of its own is shown with an example.
             if value and known[name] not in (None, ""):
                 compared += 1
                 assert value == str(known[name]), f"{command} {name}"
-    assert compared == 9
+    assert compared == 15
 
 
 def test_the_options_in_its_text_exist() -> None:
