@@ -95,9 +95,11 @@ class Soak:
         self.service = PoolService(self.pool)
         self.gateway = Gateway(self.service, codec, context=CONTEXT, seconds=60.0)
         self.gateway.start()
-        agents = SimpleNamespace(concurrent=concurrent, timeout=10.0)
         options: Any = SimpleNamespace(
-            agent="programs:wander", agent_command=None, agents=agents, collective_timeout=60
+            agent_function="programs:wander",
+            agent_command=None,
+            agents=SimpleNamespace(concurrent=concurrent, timeout=10.0, image=None),
+            collective_timeout=60,
         )
         self.agents = Agents(options, workers=4)
 

@@ -196,7 +196,9 @@ def test_a_command_in_a_container(draw: Draw, docker: Callable[[], list[Any]]) -
         {
             "arguments": [
                 *("run", "--rm", "--interactive", "--name", name, "--network", "host"),
-                *("--env", "OPENAI_BASE_URL", "--env", "OPENAI_API_KEY", "--memory", size, "--memory-swap", size),
+                *("--env", "OPENAI_BASE_URL", "--env", "OPENAI_API_KEY"),
+                *("--env", "ANTHROPIC_BASE_URL", "--env", "ANTHROPIC_API_KEY"),
+                *("--memory", size, "--memory-swap", size),
                 *("--gpus", "all", "an/image:1", *COMMAND.split()),
             ],
             "environment": keys,

@@ -20,7 +20,7 @@ class Container(NamedTuple):
     """A container with a name of its own.
 
     The container shares the network of this machine, as the endpoint listens on its loopback device. It has no mounts,
-    and of the environment OPENAI_BASE_URL and OPENAI_API_KEY alone.
+    and of the environment the base URLs and keys of OpenAI's and Anthropic's clients alone.
 
     Attributes:
         program: `docker` or `podman`.
@@ -58,7 +58,8 @@ class Container(NamedTuple):
         size = [] if self.memory is None else [f"{round(self.memory * 2**20)}k"]
         limits = [flag for text in size for flag in ("--memory", text, "--memory-swap", text)]
         start = [self.program, "run", "--rm", "--interactive", "--name", self.name, "--network", "host"]
-        keys = ["--env", "OPENAI_BASE_URL", "--env", "OPENAI_API_KEY"]
+        names = (f"{client}_{name}" for client in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY"))
+        keys = [flag for name in names for flag in ("--env", name)]
         return [*start, *keys, *limits, *self.options, self.image, *arguments]
 
     def remove(self) -> None:
