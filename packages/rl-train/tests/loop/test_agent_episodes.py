@@ -256,12 +256,12 @@ def test_a_scorer_reads_the_trajectory(draw: Draw) -> None:
     """All drawn texts of an episode, sample by sample, in place of the agent's reward or beside it."""
     sees = ["c", "di", "d</s>ab</s>i</s>", [A + 3, END, A + 8, END], "stop", 2.0]
     forgets = ["c", "de", "d</s>e</s>", [A + 3, END, A + 4, END], "stop", 1.0]
-    cut = ["c", "d", "d</s>", [A + 3, END], "length", 0.0]
+    silent = ["c", "d", "d</s>", [A + 3, END], "stop", 0.0]
     rows = [
         {"turns": 2, "sees": sees},
         {"turns": 2, "does": "forget", "sees": forgets},
-        {"does": "nothing", "sees": [*cut[:4], "stop", 0.0]},
-        {"does": "raise", "sees": cut},
+        {"does": "nothing", "sees": silent},
+        {"does": "raise", "sees": silent},
     ]
     for reward, scores in (
         ("rewards:as_expected", [1, 1, 1, 0]),
@@ -271,6 +271,9 @@ def test_a_scorer_reads_the_trajectory(draw: Draw) -> None:
         scored = scorer(Path("rows"), scorer.checked_run.prompts, batch)
         assert scored.scores.tolist() == pytest.approx(scores)
         assert (scored.errors, len(said)) == (1, 2)
+    cut = {"sees": ["c", "d", "d", [A + 3], "length", 1.0]}
+    batch, _, _, scorer = draw([cut], reward="rewards:as_expected", **{"agents.max_tokens": 1})
+    assert scorer(Path("rows"), scorer.checked_run.prompts, batch).scores.tolist() == [1]
 
 
 def test_mistakes_of_options(chat_model: Path, prompts: Path) -> None:
