@@ -123,7 +123,7 @@ def test_templates_of_installed_packages(tmp_path: Path, file: Path) -> None:
     rendered = codec._template._text([HELLO, answer, FAREWELL], None)
     after = rendered.rpartition("fourty-two")[2]
     closed = codec._template._text([HELLO, answer], None, answer=False).rpartition("fourty-two")[2]
-    ends = [next((token for token in codec._ids(text) if token in codec._special), None) for text in (closed, after)]
+    ends = [next((token for token in codec._ids(text) if token in codec.special), None) for text in (closed, after)]
     for end in filter(None, ends):
         text, end_text = (codec.decode(ids, special=True) for ids in (codec.continuation([FAREWELL], end), [end]))
         head = after.partition("farewell")[0]
