@@ -24,7 +24,11 @@ from parallel_layers.testing import RankPool
 from rl_models import Actor, Batch, LossInputs, OptimizerOptions
 from rl_models.losses import LossTerms
 
-peft = pytest.importorskip("peft")
+
+def peft() -> Any:
+    """Return the package, which takes two seconds to import."""
+    return pytest.importorskip("peft")
+
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,10 +112,10 @@ def save_adapted(folder: Path, names: Sequence[str]) -> Path:
         model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
         model.save_pretrained(folder / name / "base")
         modules, parameters = TARGETS[name]
-        options = peft.LoraConfig(
+        options = peft().LoraConfig(
             r=RANK, lora_alpha=ALPHA, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
         )
-        adapted = peft.get_peft_model(model, options)
+        adapted = peft().get_peft_model(model, options)
         for key, parameter in adapted.named_parameters():
             if "lora" in key:
                 torch.nn.init.normal_(parameter, 0, 0.2)
@@ -140,7 +144,7 @@ def by_peft(folder: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         {"experts_implementation": "eager"} if "num_experts" in MODELS[name][1] else {}
     )  # the other one takes no fp64
     model = kind.from_pretrained(folder / name / "base", **experts).double()
-    model = peft.PeftModel.from_pretrained(model, folder / name / "adapter", is_trainable=True).double()
+    model = peft().PeftModel.from_pretrained(model, folder / name / "adapter", is_trainable=True).double()
     batch, found = batch_of(), []
     terms, tokens = torch.zeros((), dtype=torch.float64), int(batch.mask.sum())
     for ids, mask in zip(batch.split(), batch.mask.split(batch.lengths), strict=True):

@@ -68,10 +68,10 @@ def test_peft_reads_what_was_computed(name: str, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             # PEFT warns of adapters that the file lacks, or that match no layer.
             warnings.filterwarnings("error", ".*(adapter keys|rank_pattern|were set but).*")
-            theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+            theirs = peft().PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
         torch.testing.assert_close(log_probs(theirs, batch), ours, rtol=1e-5, atol=1e-5)
         stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-        loaded = peft.get_peft_model_state_dict(theirs)
+        loaded = peft().get_peft_model_state_dict(theirs)
         assert {key: tensor.shape for key, tensor in stored.items()} == {k: t.shape for k, t in loaded.items()}
         model = theirs.unload()
         again = Actor.from_pretrained(tmp_path / "base", device="cpu", lora=tmp_path / "adapter")
@@ -84,7 +84,7 @@ def test_what_peft_makes_of_all_linears_of_a_mixture(name: str, tmp_path: Path) 
     model, batch = checkpoint(tmp_path / "base", name, 2), make_batch()
     parameters = ["experts.gate_up_proj", "experts.down_proj"]
     for targets in ({"target_modules": "all-linear"}, {"target_modules": ["o_proj"], "target_parameters": parameters}):
-        theirs = peft.get_peft_model(model, peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", **targets)).eval()
+        theirs = peft().get_peft_model(model, peft().LoraConfig(r=RANK, task_type="CAUSAL_LM", **targets)).eval()
         for key, parameter in theirs.named_parameters():
             if "lora" in key:
                 torch.nn.init.normal_(parameter, 0, 0.2)
@@ -101,7 +101,7 @@ def test_peft_reads_adapters_that_were_trained_with_dropout(tmp_path: Path) -> N
     """PEFT has no dropout for parameters, such as the weights of shared experts; ours goes on in a later run."""
     model, batch = checkpoint(tmp_path / "base", "deepseek-v3", 2), make_batch()
     actor = adapted(tmp_path / "base", tmp_path / "adapter", dropout=0.25)
-    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    theirs = peft().PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     torch.testing.assert_close(log_probs(theirs, batch), actor.log_probs(batch).log_probs, rtol=1e-5, atol=1e-5)
     again = Actor.from_pretrained(tmp_path / "base", device="cpu", lora=tmp_path / "adapter")
     assert {module.dropout for module in again.engine.adapter_dropouts()} == {0.25}

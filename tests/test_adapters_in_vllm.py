@@ -144,7 +144,7 @@ def of_vllm(manager: Any, adapter: Path) -> dict[str, Tensor]:
 def of_peft(model: Any, adapter: Path, *, interleaved: bool) -> dict[str, Tensor]:
     """Return what PEFT adds to the weight of each layer, with the names and orders of `of_vllm`."""
     deltas = {}
-    theirs = peft.PeftModel.from_pretrained(model, adapter)
+    theirs = peft().PeftModel.from_pretrained(model, adapter)
     for name, module in theirs.named_modules():
         if not hasattr(module, "lora_A") or not module.lora_A:
             continue

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 ROOT = Path(__file__).resolve().parent.parent
 # Name, ranks, arguments beside `--tiny --rounds 1`.
@@ -147,7 +146,7 @@ def test_the_curve_of_the_first_page_can_be_read_on_light_and_on_dark_pages(
     draw = importlib.import_module("grpo").draw
     draw(tmp_path / "curve.png", {"rl-train, seed 0": {0: 0.1, 5: 0.6}})
     for picture in (tmp_path / "curve.png", ROOT / "docs" / "images" / "smollm2.png"):
-        pixels = imread(picture)  # [height, width, 4] from 0 to 1
+        pixels = pytest.importorskip("matplotlib.image").imread(picture)  # [height, width, 4] from 0 to 1
         red, green, blue, alpha = (pixels[..., channel] for channel in range(4))
         assert alpha[0, 0] == 0
         ink = red[(alpha == 1) & (red == green) & (green == blue)]

@@ -127,9 +127,9 @@ def test_files_are_those_of_peft_and_alike_from_every_grid(ranks: RankPool, fold
     # What was written loads into PEFT, whose merged weights are those that were written.
     kind, ids = transformers.Qwen3MoeForCausalLM, torch.arange(12)[None]
     base = kind.from_pretrained(folder / "base")
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "four" / "adapter")
+    model = peft().PeftModel.from_pretrained(base, tmp_path / "four" / "adapter")
     stored = load_file(folder / "adapter" / "adapter_model.safetensors")
-    loaded = peft.get_peft_model_state_dict(model)
+    loaded = peft().get_peft_model_state_dict(model)
     assert loaded.keys() == stored.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     merged = kind.from_pretrained(tmp_path / "four" / "merged")
@@ -140,17 +140,17 @@ def test_files_are_those_of_peft_and_alike_from_every_grid(ranks: RankPool, fold
 
 def test_every_field_of_peft_is_known(folders: Path, tmp_path: Path) -> None:
     known = {*READ, *PLAIN, *NOTES}
-    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    fields = {field.name for field in dataclasses.fields(peft().LoraConfig)}
     assert fields <= known, "say in ckpt.layout.adapter_config which values of these fields are plain LoRA"
-    peft.LoraConfig(task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    peft().LoraConfig(task_type="CAUSAL_LM").save_pretrained(tmp_path)
     require_plain_lora(json.loads((tmp_path / "adapter_config.json").read_text()), "PEFT's defaults")
 
 
 @pytest.mark.parametrize("how", ["pissa", "olora"])
 def test_an_adapter_that_changed_its_base_is_refused(folders: Path, how: str, tmp_path: Path) -> None:
     base = transformers.LlamaForCausalLM.from_pretrained(folders / "llama" / "base")
-    options = peft.LoraConfig(r=RANK, target_modules=["q_proj"], init_lora_weights=how, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base, options)
+    options = peft().LoraConfig(r=RANK, target_modules=["q_proj"], init_lora_weights=how, task_type="CAUSAL_LM")
+    model = peft().get_peft_model(base, options)
     model.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=f"init_lora_weights='{how}' is not read; .* changes the base"):
         Actor.from_pretrained(folders / "llama" / "base", lora=tmp_path / "adapter")

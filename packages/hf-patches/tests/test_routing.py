@@ -102,8 +102,17 @@ def test_other_experts_are_weighed_by_the_routers_own_scores(model_type):
     assert (seen["weights"] > 0).all()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", *recurrent("nemotron_h")])
-@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}, "full", "selective"])
+@pytest.mark.parametrize(
+    ("options", "model_type"),
+    [
+        *(
+            (options, "qwen3_moe")
+            for options in ({"use_reentrant": False}, {"use_reentrant": True}, "full", "selective")
+        ),
+        *(pytest.param("full", *name.values, marks=name.marks) for name in recurrent("nemotron_h")),
+    ],
+    ids=str,
+)
 def test_the_recompute_of_checkpointing_replays_its_own_batch(options, model_type):
     """Routers of Nemotron-H are in layers without a token mixer."""
     model = tiny_model(model_type)

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn")
-anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
 
-from .endpoint import CALL, QUESTION, TOOL, Endpoint  # noqa: E402
+from .endpoint import CALL, QUESTION, TOOL, Endpoint
+
+
+def anthropic() -> Any:
+    """Return the package, which takes a second or two to import."""
+    return pytest.importorskip("anthropic", reason="pip install anthropic")
+
 
 FUNCTION = {"name": "multiply", "input_schema": TOOL["function"]["parameters"]}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -18,7 +23,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 @pytest.fixture
 def client(endpoint: Endpoint) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=endpoint.gateway.url, api_key=endpoint.session.key) as client:
+    with anthropic().Anthropic(base_url=endpoint.gateway.url, api_key=endpoint.session.key) as client:
         yield client
 
 
@@ -99,14 +104,14 @@ def test_mistakes_are_errors_in_anthropics_form(endpoint: Endpoint, client: Any)
         ({"messages": [QUESTION], "thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking=.* not offered"),
         ({"messages": [QUESTION], "extra_body": {"wings": 2}}, "wings is no field"),
     ):
-        with pytest.raises(anthropic.BadRequestError, match=error) as raised:
+        with pytest.raises(anthropic().BadRequestError, match=error) as raised:
             answer(client, **fields)
         assert raised.value.body["type"] == "error"
         assert raised.value.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
+    with pytest.raises(anthropic().NotFoundError, match="there is no model 'claude'"):
         client.messages.create(model="claude", max_tokens=5, messages=[QUESTION])
-    with pytest.raises(anthropic.AuthenticationError, match="no open session") as wrong:
-        answer(anthropic.Anthropic(base_url=endpoint.gateway.url, api_key="none"), messages=[QUESTION])
+    with pytest.raises(anthropic().AuthenticationError, match="no open session") as wrong:
+        answer(anthropic().Anthropic(base_url=endpoint.gateway.url, api_key="none"), messages=[QUESTION])
     assert wrong.value.body["error"]["type"] == "authentication_error"
     assert not endpoint.record.recorded
 
@@ -114,5 +119,5 @@ def test_mistakes_are_errors_in_anthropics_form(endpoint: Endpoint, client: Any)
         raise RuntimeError("the engine is gone")
 
     endpoint.script.say = fail
-    with pytest.raises(anthropic.APIError, match="the engine is gone"):
+    with pytest.raises(anthropic().APIError, match="the engine is gone"):
         answer(client, messages=[QUESTION], stream=True)

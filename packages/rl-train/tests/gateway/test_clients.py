@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai", reason="pip install openai")
 
-from rl_train.data.codec import TextCodec  # noqa: E402
+from rl_train.data.codec import TextCodec
 
-from .endpoint import QUESTION, TOOL, Endpoint  # noqa: E402
+from .endpoint import QUESTION, TOOL, Endpoint
+
+
+def openai() -> Any:
+    """Return the package, which takes a second or two to import."""
+    return pytest.importorskip("openai", reason="pip install openai")
 
 
 def client_of(endpoint: Endpoint, **options: Any) -> Any:
-    return openai.OpenAI(base_url=endpoint.gateway.base_url(endpoint.session), api_key="none", **options)
+    return openai().OpenAI(base_url=endpoint.gateway.base_url(endpoint.session), api_key="none", **options)
 
 
 def test_openais_client_talks_with_tools(endpoint: Endpoint) -> None:
@@ -43,12 +47,12 @@ def test_openais_client_talks_with_tools(endpoint: Endpoint) -> None:
 
 def test_openais_client_names_mistakes(endpoint: Endpoint) -> None:
     client = client_of(endpoint)
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty=2 is not offered here"):
+    with pytest.raises(openai().BadRequestError, match="frequency_penalty=2 is not offered here"):
         client.chat.completions.create(model="policy", messages=[QUESTION], frequency_penalty=2)
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5'"):
+    with pytest.raises(openai().NotFoundError, match="there is no model 'gpt-5'"):
         client.chat.completions.create(model="gpt-5", messages=[QUESTION])
-    wrong = openai.OpenAI(base_url=endpoint.gateway.url + "/v1", api_key="none")
-    with pytest.raises(openai.AuthenticationError, match="no open session"):
+    wrong = openai().OpenAI(base_url=endpoint.gateway.url + "/v1", api_key="none")
+    with pytest.raises(openai().AuthenticationError, match="no open session"):
         wrong.chat.completions.create(model="policy", messages=[QUESTION])
 
 
@@ -56,7 +60,7 @@ def test_openais_client_names_mistakes(endpoint: Endpoint) -> None:
 def test_a_client_that_goes_ends_its_request(endpoint: Endpoint, stream: bool) -> None:
     endpoint.script.answers = False
     client = client_of(endpoint, timeout=0.3, max_retries=0)
-    with pytest.raises(openai.APITimeoutError):
+    with pytest.raises(openai().APITimeoutError):
         list(client.chat.completions.create(model="policy", messages=[QUESTION], stream=stream))
     client.close()
     _wait(lambda: endpoint.script.open[0].cancelled())
@@ -71,7 +75,7 @@ def test_the_end_of_a_session_ends_its_requests(endpoint: Endpoint) -> None:
     def call() -> None:
         try:
             client_of(endpoint).chat.completions.create(model="policy", messages=[QUESTION])
-        except openai.APIStatusError as raised:
+        except openai().APIStatusError as raised:
             error.append(raised)
 
     thread = threading.Thread(target=call)

@@ -11,18 +11,25 @@ import pytest
 import torch
 
 pytest.importorskip("uvicorn")
-agents = pytest.importorskip("agents", reason="pip install openai-agents")
 
-from openai import AsyncOpenAI  # noqa: E402
+from rl_train.trajectories.episodes import batch_of_episodes
 
-from rl_train.trajectories.episodes import batch_of_episodes  # noqa: E402
+from .endpoint import Endpoint
 
-from .endpoint import Endpoint  # noqa: E402
+
+def agents() -> Any:
+    """Return the package, which takes a second or two to import."""
+    return pytest.importorskip("agents", reason="pip install openai-agents")
+
+
+def openai() -> Any:
+    """Return the package, which takes a second or two to import."""
+    return pytest.importorskip("openai", reason="pip install openai")
+
 
 CALL = 'I ask.<tool_call>{"name": "multiply",  "arguments": {"a": 6, "b": 7}}</tool_call>'
 
 
-@agents.function_tool
 def multiply(a: int, b: int) -> int:
     """Multiply."""
     return a * b
@@ -44,9 +51,9 @@ server.run()
 
 async def solve(base_url: str, question: str, kind: type[Any], **tools: Any) -> str:
     """A program as its users have it."""
-    model = kind("policy", AsyncOpenAI(base_url=base_url, api_key="in the URL"))
-    agent = agents.Agent(name="calculator", instructions="Use the tool.", model=model, **tools)
-    result = await agents.Runner.run(agent, question, run_config=agents.RunConfig(tracing_disabled=True))
+    model = kind("policy", openai().AsyncOpenAI(base_url=base_url, api_key="in the URL"))
+    agent = agents().Agent(name="calculator", instructions="Use the tool.", model=model, **tools)
+    result = await agents().Runner.run(agent, question, run_config=agents().RunConfig(tracing_disabled=True))
     return str(result.final_output)
 
 
@@ -56,14 +63,14 @@ def test_an_episode_of_openai_agents(policy: Endpoint, actor: Any, tmp_path: Pat
     policy.script.say = lambda prompt: CALL if "\n42<|im_end|>" not in prompt else "It is 42."
     policy.gateway.start()
     url = policy.gateway.base_url(policy.session)
-    kind = agents.OpenAIChatCompletionsModel if api == "chat" else agents.OpenAIResponsesModel
+    kind = agents().OpenAIChatCompletionsModel if api == "chat" else agents().OpenAIResponsesModel
 
     async def run() -> str:
         if api != "mcp":
-            return await solve(url, "6 * 7?", kind, tools=[multiply])
+            return await solve(url, "6 * 7?", kind, tools=[agents().function_tool(multiply)])
         (tmp_path / "server.py").write_text(SERVER)
         parameters: Any = {"command": sys.executable, "args": [str(tmp_path / "server.py")]}
-        async with agents.mcp.MCPServerStdio(parameters, client_session_timeout_seconds=60) as server:
+        async with agents().mcp.MCPServerStdio(parameters, client_session_timeout_seconds=60) as server:
             return await solve(url, "6 * 7?", kind, mcp_servers=[server])
 
     assert asyncio.run(run()) == "It is 42."

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai", reason="pip install openai")
 
-from .endpoint import QUESTION, TOOL, Endpoint  # noqa: E402
+from .endpoint import QUESTION, TOOL, Endpoint
+
+
+def openai() -> Any:
+    """Return the package, which takes a second or two to import."""
+    return pytest.importorskip("openai", reason="pip install openai")
+
 
 FUNCTION = {"type": "function", **TOOL["function"]}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -18,7 +23,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 @pytest.fixture
 def create(endpoint: Endpoint) -> Iterator[Any]:
-    with openai.OpenAI(base_url=endpoint.gateway.base_url(endpoint.session), api_key="none") as client:
+    with openai().OpenAI(base_url=endpoint.gateway.base_url(endpoint.session), api_key="none") as client:
         yield lambda **fields: client.responses.create(model="policy", **fields)
 
 
@@ -108,7 +113,7 @@ def test_mistakes(endpoint: Endpoint, create: Any) -> None:
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text=.* is not offered"),
         ({"input": [{"role": "assistant", "content": "x"}]}, "the last message is of the role"),
     ):
-        with pytest.raises(openai.BadRequestError, match=error) as raised:
+        with pytest.raises(openai().BadRequestError, match=error) as raised:
             create(**fields)
         assert raised.value.param in fields
     assert not endpoint.record.recorded

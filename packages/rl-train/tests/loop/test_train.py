@@ -185,7 +185,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {},
         pytest.param({"dims": "tp=2", "reference-dims": "dp=2"}, marks=pytest.mark.slow),
         pytest.param({"dims": "dp=2", "reference-dims": "pp=2"}, marks=pytest.mark.slow),
-        {"objective.divergence": "reverse_kl"},
+        pytest.param({"objective.divergence": "reverse_kl"}, marks=pytest.mark.slow),
         pytest.param(
             {
                 "dims": "tp=2",

@@ -243,7 +243,10 @@ def allocated(group: ProcessGroup, path: Path, dims: ParallelDims, cache: CacheO
 )
 @pytest.mark.parametrize(
     "dims",
-    [ParallelDims(), ParallelDims(tp=2), pytest.param(ParallelDims(dp=2, pp=2), marks=pytest.mark.slow)],
+    [
+        ParallelDims(tp=2),
+        *(pytest.param(dims, marks=pytest.mark.slow) for dims in (ParallelDims(), ParallelDims(dp=2, pp=2))),
+    ],
     ids=str,
 )
 def test_the_planned_cache_is_what_the_engine_allocates(
