@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -97,6 +97,7 @@ DIALECTS = {"chat": chat, "responses": responses, "anthropic": anthropic}
     derandomize=not SLOW,
     deadline=None,
     database=None,
+    phases=[Phase.generate],  # a failure is not made smaller: that takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=STEPS, dialects=st.lists(st.sampled_from(sorted(DIALECTS)), min_size=8, max_size=8))
