@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense_divergences import KINDS, assert_same, dense_divergence, materialised_log_probs, problem, results
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from torch import Tensor
 
 from parallel_layers.head import TeacherHead, TeacherSamples, TeacherTopK, chunked, linear_distillation
@@ -50,6 +50,7 @@ def test_equals_materialised_distributions(name: str, transforms: tuple[dict[str
 
 
 @settings(max_examples=40, deadline=None)
+@example(1, 2, (2, 4), 1, "reverse_kl", 0.5, (1.0, 0.375), (None, None), 6)
 @given(
     num_tokens=st.integers(0, 12),
     vocab_size=st.integers(1, 40),
@@ -94,7 +95,9 @@ def test_any_shape_tile_and_transform(
         assume(vocab_size > 1)
         log_probs, ids = log_p.topk((vocab_size + 1) // 2)
         bound = ours(TeacherTopK(ids, log_probs))(hidden, weight)
-    assert ((bound <= actual[0] + 1e-12) & (bound >= -1e-12)).all()
+    # The mass of the tail is what the listed tokens leave of 1, whose rounding is relative to the tail.
+    rounding = 1e-12 + 4 * torch.finfo(log_p.dtype).eps / log_p.exp().scatter(-1, ids, 0.0).sum(-1)
+    assert ((bound <= actual[0] + rounding) & (bound >= -rounding)).all()
 
 
 # `test_any_shape_tile_and_transform` compares the gradients of all kinds in every run.
