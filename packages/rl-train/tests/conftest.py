@@ -1,6 +1,7 @@
 """The pools of ranks and the tiny models that all tests of this package share."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,6 +49,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "letters"
     make_checkpoint(path, seed=0)
     return path
+
+
+@pytest.fixture(scope="module")
+def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The model with the chat template of the test's file, `TEMPLATE`."""
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(request.module.TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ main(end, function)
 
 
 class ForkedProgram:
-    """What `Child` uses of `subprocess.Popen`."""
+    """A process forked by the server, with the methods of `subprocess.Popen` that `Child` calls."""
 
     def __init__(self, function: str, pipe: int, env: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")

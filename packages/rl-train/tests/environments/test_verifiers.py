@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,14 +114,6 @@ __all__ = ["Letters", "Asking"]
 if __name__ == "__main__":
     Twice.run()
 """
-
-
-@pytest.fixture(scope="module")
-def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 def test_an_environment_of_verifiers_is_an_agent_with_prompts(tmp_path: Path) -> None:

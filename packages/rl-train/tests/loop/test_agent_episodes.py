@@ -30,21 +30,14 @@ from rl_train.quickstart.task import VOCABULARY
 from rl_train.rewards.function import Rewards
 from rl_train.trajectories.episodes import totals
 
-from .test_environment_turns import TEMPLATE
+from . import test_environment_turns
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.usefixtures("folder_of_rewards")
+TEMPLATE = test_environment_turns.TEMPLATE  # of the fixture `chat_model`
 END, A = VOCABULARY.index("</s>"), VOCABULARY.index("a")
 COMMAND = f"{sys.executable} programs.py"
-
-
-@pytest.fixture(scope="module")
-def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 class Echo:

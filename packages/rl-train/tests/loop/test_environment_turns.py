@@ -42,14 +42,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
 class Scripted:
     """An engine that draws given responses, in the order of the calls; each log-prob tells the place of its token."""
 

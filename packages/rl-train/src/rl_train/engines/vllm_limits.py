@@ -1,4 +1,4 @@
-"""What vLLM does not offer, refused or warned of before an engine starts."""
+"""Limits of vLLM: options and models that are refused, or warned of, before an engine starts."""
 
 from __future__ import annotations
 

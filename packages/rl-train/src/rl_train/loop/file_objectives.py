@@ -1,4 +1,4 @@
-"""What recipes learn from the rows of a file, as data: how rows are read, and the losses."""
+"""A table of the recipes that learn from files: the reader of their rows, and their losses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _divergence(inputs: LossInputs, options: Any) -> LossTerms:
 
 
 class FileObjective(NamedTuple):
-    """What a recipe learns from rows.
+    """The reader of a recipe's rows, and its loss.
 
     Attributes:
         read: Returns the sequences of a row.

@@ -28,7 +28,7 @@ Kind = TypeVar("Kind", bound=RunOptions, covariant=True)
 
 
 class Checked(Protocol[Kind]):
-    """What every checked run has; see `rl_train.loop.checked_run.CheckedRun`."""
+    """A checked run of any recipe; see `rl_train.loop.checked_run.CheckedRun`."""
 
     @property
     def options(self) -> Kind: ...  # noqa: D102
