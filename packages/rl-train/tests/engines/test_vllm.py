@@ -252,7 +252,9 @@ def test_weights_change_in_flight(actor: Actor, engine: VllmEngine) -> None:
     engine.update_weights(actor, 11)
     batch = future.result()
     versions = [row[row >= 0].tolist() for row in batch.split("version")]
-    assert all(row == sorted(row) and len(row) == 50 and set(row) == {10, 11} for row in versions)
+    # The first tokens are of version 10; a request that vLLM takes up later may begin with 11.
+    assert all(row == sorted(row) and len(row) == 50 and set(row) <= {10, 11} for row in versions)
+    assert any(set(row) == {10, 11} for row in versions)
     new = actor.log_probs(batch).log_probs
     for name, parameter in actor.engine.module.named_parameters():
         parameter.data.copy_(before[name])

@@ -31,7 +31,7 @@ from rl_train.trajectories.episodes import totals
 
 from ..engines.test_in_flight import InThread
 from ..engines.test_separate import changed
-from .test_environment_turns import chat_model as chat_model, run
+from .test_environment_turns import TEMPLATE as TEMPLATE, run
 
 SAMPLING = SamplingOptions(30, n=2, top_k=25, keep_sampling_mask=True, stop_ids=range(2, 9))
 

@@ -35,7 +35,7 @@ from rl_train.trajectories.episodes import batch_of_episodes, totals
 from rl_train.trajectories.recorder import Call, Recorder
 from rl_train.trajectories.samples import Part, batch_of, part_of, parts_of
 
-from ..loop.test_environment_turns import chat_model as chat_model
+from ..loop.test_environment_turns import TEMPLATE as TEMPLATE
 
 FAMILIES = {"CHATML": CHATML, "COHERE": COHERE, "GLM": GLM, "GPT_OSS": GPT_OSS, "MISTRAL": MISTRAL}
 FAMILIES["THINKING"] = THINKING
