@@ -15,22 +15,18 @@ and "drawer idle" are by nvidia-smi the shares of the time in which no kernel ru
 
 import argparse
 import json
+import math
 import os
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from measure import CUDA, machine, table, write_json
-from rollouts import LARGE, SHAPE, TINY, write_model
+from random_run import PHASES, run_steps, write_run
+from rollouts import LARGE, SHAPE, TINY
 
 # The tied embedding of a random model draws the last token again and again.
 SHAPES: dict[str, dict[str, Any]] = {"1b": SHAPE | {"tie_word_embeddings": False}, "8b": LARGE["8b"]}
-REWARD = "import random\n\ndef reward(prompt, response, row):\n    return random.random()\n"
 
 
 def main() -> None:
@@ -53,19 +49,11 @@ def main() -> None:
         shape, args.prompts, args.mean, args.longest = {**shape, **TINY, "head_dim": 64}, 4, 10, 40
     report = {}
     with tempfile.TemporaryDirectory() as name:
-        folder, work = (args.folder or Path(name) / "model").absolute(), Path(name)
-        if not list(folder.glob("*.safetensors")):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_model(folder, shape, weights=True)
-            if CUDA:
-                torch.cuda.empty_cache()
-        random = torch.Generator().manual_seed(0)
-        rows = torch.randint(1, shape["vocab_size"], (4096, 5 if args.tiny else 128), generator=random).tolist()
-        (work / "prompts.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
-        (work / "random_rewards.py").write_text(REWARD)
+        folder, work = args.folder or Path(name) / "model", Path(name)
+        write_run(folder.absolute(), work, shape, prompt=5 if args.tiny else 128)
         os.chdir(work)
         for mode in args.modes:
-            report[mode] = measure(folder, work, shape["vocab_size"], mode, args)
+            report[mode] = measure(folder.absolute(), work, shape["vocab_size"], mode, args)
             print(mode, json.dumps(report[mode]), flush=True)
     print(json.dumps(machine()))
     columns = list(next(iter(report.values())))
@@ -73,7 +61,6 @@ def main() -> None:
     write_json(args.json, modes=report)
 
 
-PHASES = ("generating", "scoring", "estimating", "learning", "syncing_weights")
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "one-off": {"staleness": 1},
@@ -84,88 +71,36 @@ MODES: dict[str, dict[str, Any]] = {
 
 def measure(folder: Path, work: Path, vocab_size: int, mode: str, args: argparse.Namespace) -> dict[str, float]:
     """Run the steps of a mode, and return its figures."""
-    from rl_train.loop import check_run, train
-    from rl_train.options import TrainOptions
-
     how = MODES[mode] | ({"staleness": args.staleness} if "in_flight" in MODES[mode] else {})
-    staleness = how.get("staleness", 0)
-    warm_up = 2 + staleness
-    large = {"lora_rank": 16, "recompute": "full"} if args.shape == "8b" else {}
-    options = TrainOptions(
-        model=folder,
-        prompts=work / "prompts.jsonl",
-        reward="random_rewards:reward",
-        out=work / mode,
-        # In the last steps of a run nothing is drawn any more.
-        steps=warm_up + args.rounds + staleness,
-        prompts_per_step=args.prompts,
-        samples=8,
-        max_new_tokens=args.longest,
-        rollouts={
+    options = {
+        "prompts_per_step": args.prompts,
+        "samples": 8,
+        "max_new_tokens": args.longest,
+        "rollouts": {
             "engine": args.engine,
             "devices": "1" if CUDA else "cpu",
             "max_sequences": 8 * args.prompts,
             "memory": 0.85,
         },
-        stop_ids=",".join(map(str, range(vocab_size // args.mean))),
-        learning_rate=1e-6,
-        save_every=0,
-        show_every=0,
-        device="cuda" if CUDA else "cpu",
-        **large,
+        "stop_ids": ",".join(map(str, range(vocab_size // args.mean))),
+        "learning_rate": 1e-6,
+        **({"lora_rank": 16, "recompute": "full"} if args.shape == "8b" else {}),
         **how,
-    )
-    ends = dict[int, float]()
-
-    def follow(event: Mapping[str, Any]) -> None:
-        if "step" in event and "reward" in event:
-            ends[event["step"]] = time.time()
-
-    with busy_shares() as shares:
-        train(check_run(options), follow)
-    records = [json.loads(line) for line in (work / mode / "metrics.jsonl").read_text().splitlines()]
-    records = records[warm_up : warm_up + args.rounds]
+    }
+    warm_up = 2 + how.get("staleness", 0)
+    records, idle = run_steps(folder, work, mode, warm_up=warm_up, rounds=args.rounds, options=options)
     seconds = sum(record["seconds"] for record in records)
     tokens = sum(record["response_length"] * record["responses"] for record in records)
-    idle = [100 - mean_share(shares, gpu, ends[warm_up], ends[warm_up + args.rounds]) for gpu in (0, 1)]
+    learner, drawer = idle or (math.nan, math.nan)
     return {
         "tokens/s": tokens / seconds,
         "s a step": seconds / len(records),
         **{f"{phase} %": 100 * sum(record[f"seconds_{phase}"] for record in records) / seconds for phase in PHASES},
-        "learner idle %": idle[0],
-        "drawer idle %": idle[1],
+        "learner idle %": learner,
+        "drawer idle %": drawer,
         "mean staleness": sum(record.get("staleness_mean", 0) for record in records) / len(records),
         "tokens a response": tokens / sum(record["responses"] for record in records),
     }
-
-
-@contextmanager
-def busy_shares() -> Iterator[list[tuple[float, int, float]]]:
-    """Yield a list that is, after the block, of (time, GPU, percent of the last moment in which a kernel ran)."""
-    shares: list[tuple[float, int, float]] = []
-    if not CUDA:
-        yield shares
-        return
-    query = ["nvidia-smi", "--query-gpu=timestamp,index,utilization.gpu", "--format=csv,noheader,nounits"]
-    query += ["-lms", "200"]
-    with tempfile.TemporaryFile("w+") as file, subprocess.Popen(query, stdout=file) as process:
-        try:
-            yield shares
-        finally:
-            process.terminate()
-            process.wait()
-            file.seek(0)
-            for line in file.read().splitlines():
-                stamp, gpu, percent = line.split(", ")
-                moment, _, fraction = stamp.partition(".")
-                seconds = time.mktime(time.strptime(moment, "%Y/%m/%d %H:%M:%S")) + float(f"0.{fraction}")
-                shares.append((seconds, int(gpu), float(percent)))
-
-
-def mean_share(shares: list[tuple[float, int, float]], gpu: int, begin: float, end: float) -> float:
-    """Return the mean percent of a GPU between two times; NaN without any."""
-    percents = [percent for seconds, number, percent in shares if number == gpu and begin <= seconds <= end]
-    return sum(percents) / len(percents) if percents else float("nan")
 
 
 if __name__ == "__main__":

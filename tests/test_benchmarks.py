@@ -44,6 +44,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("few_tokens", 1, []),
     ("few_tokens", 2, []),
     ("async", 1, ["--modes", "synchronous", "in-flight"]),
+    ("rl_step", 1, ["--shape", "30b-a3b"]),
 ]
 # Programs without `--tiny`: their smallest arguments.
 PROGRAMS = {
@@ -55,7 +56,7 @@ PROGRAMS = {
 # Run by a test below, or by none: they need GPUs, vLLM or hours; and what the programs share.
 OTHERS = {"checkpoint", "elementwise", "grpo", "longest"}
 NOT_RUN = {"block_fp8", "fp8_rollouts", "gkd", "head", "weight_sync"}
-SHARED = {"kernel_times", "measure", "megatron_model"}
+SHARED = {"kernel_times", "measure", "megatron_model", "random_run"}
 
 
 def test_every_program_is_in_a_table() -> None:
