@@ -51,6 +51,15 @@ def test_metrics_of_older_runs_are_read_by_their_old_names(run: Path) -> None:
     assert [chart["names"] for chart in held["charts"]] == [["seconds_syncing_weights"]]
 
 
+def test_the_page_has_the_warnings_of_the_run(run: Path) -> None:
+    assert content(write_page(run))["warnings"] == []
+    lines = [{"step": step, "grad_norm": 1.0 if step < 20 else 50.0} for step in range(1, 25)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (warning,) = content(write_page(run))["warnings"]
+    assert warning["step"] == 21
+    assert "grad_norm has risen to 50 (usually 1)" in warning["text"]
+
+
 def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run)])
     assert result.stdout.strip() == str(run / "report.html")

@@ -38,10 +38,21 @@ def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -
     assert "first time: compiling kernels" in shown(display), "what takes long once is named"
     display({"count": "updates", "done": 1, "total": 4})
     display({"message": "before step 1: evaluation reward 0.125", "eval/reward": 0.125})
-    display({"step": 1, "sample": SAMPLE, "nothing": True, **STEP})
+    display({"step": 1, "sample": SAMPLE, "nothing": True, "warnings_shown": ["[b]KL has risen"], **STEP})
     display({"phase": "learning"})
     panel = shown(display)
-    for text in ("a run", "1/20", "0.250", "0.125", "0.0125", "50.0%", "2.00", "(last time ", "learned nothing"):
+    for text in (
+        "a run",
+        "1/20",
+        "0.250",
+        "0.125",
+        "0.0125",
+        "50.0%",
+        "2.00",
+        "(last time ",
+        "learned nothing",
+        "[b]KL has risen",
+    ):
         assert text in panel, text
     assert "tokens/s" in panel
     assert max(map(len, Console(width=80).render_str(panel).plain.splitlines()), default=0) <= 400

@@ -12,6 +12,7 @@ from rl_train.loop.recipe import NothingToLearnError, Recipe
 from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
+from rl_train.report.signs import Signs
 from rl_train.report.terminal import counted
 
 
@@ -63,9 +64,11 @@ class Loop:
                 if (interval := recipe.evaluation_interval) and (step % interval == 0 or step == options.steps):
                     values |= recipe.evaluate(step)
                 values |= recipe.seconds
-                if metrics is not None:
-                    metrics.write(step, values, recipe.samples)
                 samples, event = recipe.shown(step)
+                if metrics is not None:
+                    values |= self._warn(metrics.signs, step, values)
+                    event["warnings_shown"] = list(metrics.signs.shown.values())
+                    metrics.write(step, values, recipe.samples)
                 loggers.write(step, values, samples)
                 recipe.tell({"step": step, **event, **values})
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
@@ -112,6 +115,12 @@ class Loop:
         extra = recipe.state(training, step)
         for name, model in recipe.trained.items():
             model.save_training(training / name, step=step, keep=keep, extra=extra, asynchronous=True)
+
+    def _warn(self, signs: Signs, step: int, values: dict[str, float]) -> dict[str, float]:
+        """Tell of the warnings that begin with a step, and return the number of those that hold."""
+        for warning in signs.add(values):
+            self.recipe.say(f"step {step}: {warning}")
+        return {"warnings": len(signs.shown)}
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()

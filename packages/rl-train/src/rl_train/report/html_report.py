@@ -17,6 +17,7 @@ from ckpt.cli import printable
 from ckpt.files import replacing, room_for
 from rl_train.data.sources import read_json
 from rl_train.report.lines import read_lines, replace_text
+from rl_train.report.signs import warned
 
 PAGE = "report.html"
 CURVES = "curves"
@@ -77,6 +78,7 @@ def write_page(folder: Path) -> Path:
         "name": folder.resolve().name,
         "subtitle": _subtitle(options),
         "tiles": _tiles(options, metrics),
+        "warnings": warned(metrics),
         "metrics": _of_steps(metrics, MOST_STEPS),
         **_charts(metrics),
         "samples": _of_steps(samples, MOST_SAMPLED),

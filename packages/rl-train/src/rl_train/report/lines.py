@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.files import replacing, room_for
 from rl_train.data.sources import parse_json
+from rl_train.report.signs import Signs
 
 # The files of lines in the folder of a run.
 LINES = ("metrics.jsonl", "samples.jsonl")
@@ -23,16 +24,20 @@ class Metrics:
 
     Attributes:
         last: The metrics of the last finished step; empty without one.
+        signs: The signs of a collapse in the steps so far.
     """
 
     def __init__(self, folder: Path, *, done: int) -> None:
         self._folder = folder
         self.last: dict[str, float] = {}
+        self.signs = Signs()
         for name in reversed(LINES):
             # A run that starts again also evaluates before step 1 again.
             records = [record for record in read_lines(folder / name) if done and record["step"] <= done]
             replace_text(folder / name, "".join(json.dumps(record) + "\n" for record in records))
             self.last = {key: value for key, value in records[-1].items() if key != "step"} if records else {}
+        for record in records:
+            self.signs.add(record)
 
     def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append the metrics of a step as one line, and each of its samples as one line."""

@@ -66,7 +66,7 @@ class Display:
 
     An event has one of these keys: `message`, with `resumed` where a run goes on after that step; `phase`, a key of
     `PHASES`, with `accelerator` where kernels are compiled; `count`, with `done` and `total`; or `step`, with the
-    step's metrics and a `sample`, a `prompt` with its `response`.
+    step's metrics, a `sample`, a `prompt` with its `response`, and the `warnings_shown`, those that hold now.
 
     Args:
         steps: The number of steps.
@@ -136,7 +136,7 @@ class Display:
             self._bar.reset(self._task, completed=done - 1)  # a resumed run: earlier steps do not count for the speed
         self._bar.update(self._task, completed=done)
         self._curve = [*self._curve, value][-24:]
-        self._values = self._values | {"nothing": event.get("nothing", False)}
+        self._values = self._values | {"nothing": event.get("nothing", False), "signs": event.get("warnings_shown", [])}
         held_out = f"  held-out {event[f'eval/{headline}']:.3f}" if f"eval/{headline}" in event else ""
         is_reported = held_out or done % max(1, self.steps // 10) == 0 or done == self.steps
         if not self.console.is_terminal and is_reported:
@@ -178,6 +178,7 @@ class Display:
             rows.append(Text(f"{self._headline} {sparkline(self._curve)}", style="dim"))
         if values.get("nothing"):
             rows.append(Text("equal rewards: the policy learned nothing from the last step", style="red"))
+        rows += [Text(text, style="yellow") for text in values.get("signs", ())]
         return Panel(Group(*rows), title=_text(self.title), title_align="left")
 
 
