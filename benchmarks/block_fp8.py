@@ -49,7 +49,7 @@ def by_transformers(folder: Path, **options: Any) -> torch.Tensor:
 
 
 def by_vllm(folder: Path) -> torch.Tensor:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     from vllm import LLM, SamplingParams
 
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.2, "max_model_len": 256, "max_num_seqs": 16}
