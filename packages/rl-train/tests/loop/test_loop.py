@@ -82,7 +82,8 @@ def test_prompts_with_equal_scores_are_dropped_before_the_penalty_for_length(
         return type(batch).from_sequences(rows, response_lengths=[4, 2, 4, 2])
 
     monkeypatch.setattr(loop.recipe.models.actor, "generate", ragged, raising=False)
-    found, values = loop.recipe._collect(1)
+    rollouts, values = loop.recipe._collect(1)
+    found = rollouts.experience
     assert len(found.batch) == 2
     assert found.scores.tolist() == [[0.0, -0.5]]
     # What is logged is of all that was drawn, what was kept has names of its own.
@@ -143,7 +144,7 @@ def test_an_episode_of_several_samples_counts_once(
         actor, generate = loop.recipe.models.actor, loop.recipe.models.actor.generate
         monkeypatch.setattr(actor, "generate", lambda *args, **options: cut(generate(*args, **options)))
         values = loop.run()
-        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0])
+        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0].experience)
         aggregation, worker = loop.options.objective.aggregation, loop.recipe.models.actor.worker
         batch = with_episode_weights(batch, aggregation)
         worker.forward_backward(batch, partial(policy_loss, loop.options), aggregation=aggregation)
@@ -174,7 +175,7 @@ def test_groups_of_one_rank_are_marked_for_learning(run: Run) -> None:
     parts = []
     for on_one_rank in (False, True):
         loop = run(alternating(99), samples=2, groups_on_one_rank=on_one_rank)
-        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0])
+        batch, _ = loop.recipe._estimate(loop.recipe._collect(1)[0].experience)
         parts.append(batch)
     assert "group" not in parts[0].fields
     assert parts[1].units("group") == [0, 0, 1, 1]
@@ -354,7 +355,7 @@ def test_the_order_of_responses_in_an_epoch_is_that_of_earlier_releases(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = run(alternating(0), samples=4, mini_batch=2, epochs=2, seed=3)
-    batch, _ = loop.recipe._estimate(loop.recipe._collect(2)[0])
+    batch, _ = loop.recipe._estimate(loop.recipe._collect(2)[0].experience)
     orders: list[Any] = []
     monkeypatch.setattr(type(batch), "select", lambda self, rows: orders.append(rows) or self)
     list(loop.recipe.mini_batches(batch, 2))
@@ -415,7 +416,7 @@ def test_each_response_stands_behind_its_teachers_prompt(run: Run, monkeypatch: 
         return batch.with_fields(reference_log_probs=torch.zeros(batch.num_tokens))
 
     monkeypatch.setattr(Models, "with_reference", with_reference)
-    experience = loop.recipe._collect(1)[0]
+    experience = loop.recipe._collect(1)[0].experience
     loop.recipe._estimate(experience)
     assert [prompt.teacher for prompt in experience.prompts for _ in range(2)] == seen[0]
     for prompt, row, hint in zip(

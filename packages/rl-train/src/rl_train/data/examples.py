@@ -87,7 +87,10 @@ def read_examples(
 
 
 def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
-    """Read a chat, of which the answers are learned; a prompt with its completion; or a text or tokens, all learned."""
+    """Read a chat, of which the answers are learned; a prompt with its completion; a text; or tokens with a mask.
+
+    All tokens of a text are learned, and all tokens without a mask.
+    """
     if "completion" in row or "prompt" in row:
         return (_completed(_entry(row, "prompt"), _entry(row, "completion"), row, codec),)
     if "messages" in row:
@@ -96,6 +99,13 @@ def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
         tokens = _ended(codec.encode(row["text"]), codec)
     else:
         tokens = _ids(_entry(row, "tokens"), "tokens")
+        mask = row.get("mask")
+        if mask is not None:
+            if not isinstance(mask, list) or len(mask) != len(tokens) or not {*mask} <= {0, 1}:
+                raise ValueError(
+                    f'"mask" must be a list of true and false for each of the {len(tokens)} tokens, got {mask!r:.60}'
+                )
+            return (Learned(tokens, [1 if learned else NONE for learned in mask]),)
     return (Learned(tokens, [NONE] + [1] * (len(tokens) - 1)),)
 
 

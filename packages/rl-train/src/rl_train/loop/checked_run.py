@@ -36,6 +36,7 @@ from rl_train.options.derived import cache_options, check
 from rl_train.options.options import TrainOptions
 from rl_train.report.loggers import check_loggers
 from rl_train.rewards.function import check_rewards, check_rows
+from rl_train.trajectories.rollout_files import check_rollouts
 from rl_train.weight_sync.buckets import WeightFormat
 
 # Entries of `CheckedRun.describe` that its summary shows, also at their defaults.
@@ -221,6 +222,8 @@ def check_run(
     for file, file_prompts in ((options.prompts, prompts), (eval_file, eval_prompts)):
         check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in file_prompts if file))
     check_loggers(options.logger)
+    if options.save_rollouts:
+        check_rollouts()
     loss_of(options.objective.loss)
     advantages_of(options.objective.advantages)
     if options.rollouts.engine == "vllm":

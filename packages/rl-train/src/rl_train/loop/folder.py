@@ -19,6 +19,7 @@ from rl_train.report.html_report import PAGE, VERSIONS, versions
 from rl_train.report.lines import LINES, read_lines, replace_text
 from rl_train.report.loggers import names
 from rl_train.rewards.judge import JUDGEMENTS
+from rl_train.trajectories.rollout_files import ROLLOUTS
 
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ["model", "critic.model", "reference", "teacher", "prompts", "evaluation.prompts"]
@@ -41,7 +42,7 @@ def check_folder(options: RunOptions) -> None:
         options.out, files=[MARK, VERSIONS, PAGE, JUDGEMENTS, *LINES], checkpoints=[*trained, *further_checkpoints]
     )
     folders = [f"training/{name}" for name in trained] + ["tensorboard"] * ("tensorboard" in names(options.logger))
-    for name in folders:
+    for name in [*folders, ROLLOUTS]:
         check_writable(options.out / name)
     _check_inputs(options)
     check_foreign(options.out, mark=MARK)

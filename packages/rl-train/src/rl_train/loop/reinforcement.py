@@ -21,7 +21,7 @@ from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
-from rl_train.loop.experience import Experience
+from rl_train.loop.experience import Experience, StepRollouts
 from rl_train.loop.folder import BEST
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
@@ -31,6 +31,7 @@ from rl_train.loop.scoring import Scored, Scorer, question
 from rl_train.options.options import TrainOptions
 from rl_train.rewards.function import Rewards
 from rl_train.trajectories.episodes import describe, episode_ids, select_episodes, sum_by_episode
+from rl_train.trajectories.rollout_files import RolloutFiles
 
 # Prompts of a step whose responses go to `samples.jsonl`.
 _SHOWN = 4
@@ -74,16 +75,17 @@ class Reinforcement(Recipe):
 
     def collect(self, step: int) -> tuple[Batch | None, dict[str, float]]:
         """Draw and score responses, and add what the losses read; None if no response is left."""
-        self._shown = []
-        experience, values = self._collect(step)
+        rollouts, values = self._collect(step)
+        batch, experience = None, rollouts.experience
         self._say_if_equal(step, experience)
-        if not experience.batch.mask.any():
-            return None, values
-        with self.phase("estimating"):
-            batch, estimates = self._estimate(experience)
-        values |= estimates
+        if experience.batch.mask.any():
+            with self.phase("estimating"):
+                batch, estimates = self._estimate(experience)
+            values |= estimates
         if values.get("importance_rejected") == 1:
             self.say(f"step {step}: importance sampling rejects all responses; look at --importance-*")
+        if self.writes:
+            self._write(step, rollouts.with_estimates(batch))
         return batch, values
 
     def mini_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
@@ -162,6 +164,21 @@ class Reinforcement(Recipe):
                 self.say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")
         return values
 
+    @cached_property
+    def _files(self) -> RolloutFiles:
+        return RolloutFiles(self.options.out, self.checked_run.codec)
+
+    def _write(self, step: int, rollouts: Experience) -> None:
+        """Choose the samples of a step, and with `--save-rollouts` write all its responses."""
+        prompts = rollouts.prompts[:_SHOWN]
+        self._shown = list(self._scorer.best_and_worst(prompts, rollouts.batch, rollouts.scores))
+        self._questions = {prompt.line: question(prompt.row) for prompt in prompts}
+        if self.options.save_rollouts:
+            lines = [prompt.line for prompt in rollouts.prompts]
+            truncated = self._scorer.truncated(rollouts.batch)
+            rewards = rollouts.scored.rewards
+            self._files.write(step, rollouts.batch, lines, rollouts.scores, rewards, truncated=truncated)
+
     def _say_if_equal(self, step: int, experience: Experience) -> None:
         """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""
         grouped = self.options.rule.groups
@@ -175,17 +192,18 @@ class Reinforcement(Recipe):
             )
         self._said_equal = equal
 
-    def _collect(self, step: int) -> tuple[Experience, dict[str, float]]:
+    def _collect(self, step: int) -> tuple[StepRollouts, dict[str, float]]:
         """Draw responses to a step's prompts, and describe all of them.
 
-        Unless `--equal-groups` is keep, the returned responses answer only prompts whose responses differ in score; the
-        metrics describe the discarded responses, too.
+        Unless `--equal-groups` is keep, the step learns only from responses to prompts whose responses differ in score;
+        the metrics describe the discarded responses, too.
         """
         options, num_wanted = self.options, self.options.prompts_per_step
         drawn = [self._scored(partial(self._draws.take, step))]
         if options.equal_groups == "keep":
             experience = self._joined(drawn)
-            return experience, self._describe(experience)
+            everything = torch.ones(len(experience.prompts), dtype=torch.bool)
+            return StepRollouts(experience, experience, everything), self._describe(experience)
         # Compare the scores without the length penalty, which would make equal responses differ.
         kept = [drawn[0].informative()]
         max_batches = options.max_batches if options.equal_groups == "resample" else 1
@@ -203,14 +221,15 @@ class Reinforcement(Recipe):
             few = f"only {num_wanted - num_missing} of {num_wanted} prompts have responses that differ in reward"
             tried = f"after {len(drawn)} batches (--max-batches)"
             self.say(f"step {step}: {few}, {tried}; the step learns from these")
-        metrics = self._describe(self._joined(drawn)) | {
+        rollouts = StepRollouts(experience, self._joined(drawn), torch.cat([draw.differs for draw in drawn]))
+        metrics = self._describe(rollouts.drawn) | {
             "batches_drawn": len(drawn),
             "prompts_dropped": prompts - len(experience.scores),
             "responses_kept": experience.scores.numel(),
         }
         if len(experience.batch):
             metrics["reward_kept"] = float(experience.scores.mean())
-        return experience, metrics
+        return rollouts, metrics
 
     def _joined(self, draws: Sequence[Experience]) -> Experience:
         """Join the responses of several batches, and add the penalty for length to their scores."""
@@ -265,9 +284,6 @@ class Reinforcement(Recipe):
         with self.phase("scoring"):
             scored = self._scorer(self.options.prompts, asked, batch)
         scores = scored.scores.view(len(drawn.prompts), -1)
-        if self.writes and not self._shown:
-            self._shown = list(self._scorer.best_and_worst(drawn.prompts[:_SHOWN], batch, scores))
-            self._questions = {prompt.line: question(prompt.row) for prompt in drawn.prompts[:_SHOWN]}
         return Experience(drawn.prompts, batch, scores, scored)
 
     def _estimate(self, experience: Experience) -> tuple[Batch, dict[str, float]]:

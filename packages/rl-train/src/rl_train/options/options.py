@@ -100,6 +100,8 @@ class TrainOptions(RunOptions):
     """Score and learn from all responses to a prompt on one data-parallel rank, in the batch's field `group`."""
     show_every: Free[CountOrZero] = 10
     """Number of steps between samples on the screen and in the loggers (0: none)."""
+    save_rollouts: Free[bool] = False
+    """Keep all responses with tokens, log-probs and rewards: a Parquet file a step in OUT/rollouts (needs pyarrow)."""
 
     data: DataOptions = Field(default_factory=DataOptions)
     rewards: RewardOptions = Field(default_factory=RewardOptions)
