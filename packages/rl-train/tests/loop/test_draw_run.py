@@ -66,7 +66,7 @@ def test_mistakes_are_named(model: Path, arguments: list[str], message: str) -> 
     assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split()))
 
 
-def test_a_chat_goes_on_with_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_goes_on_with_its_answers_token_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "data"))
     from chat_families import CHATML, save_tokenizer
 
@@ -75,21 +75,18 @@ def test_a_chat_goes_on_with_its_answers(tmp_path: Path, monkeypatch: pytest.Mon
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=256, **sizes)).save_pretrained(tmp_path)
-    options = GenerateOptions(model=tmp_path, device="cpu", max_new_tokens=3, temperature=0.0)
-    asked: list[list[int]] = []
-    generate = Actor.generate
-
-    def recorded(self: Any, prompts: Any, **options: Any) -> Any:
-        asked.extend(prompts)
-        return generate(self, prompts, **options)
-
-    monkeypatch.setattr(Actor, "generate", recorded)
-    answers = list(chat(options, iter(["Hi", "And?"])))
-    texts = [TextCodec(tmp_path).decode(prompt, special=True) for prompt in asked]
-    assert texts[0] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert texts[1].startswith(texts[0])
-    assert texts[1].endswith("<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
-    assert len(answers) == 2
+    options = GenerateOptions(model=tmp_path, device="cpu", max_new_tokens=5, temperature=0.0)
+    pieces: list[str] = []
+    answers = list(chat(options, iter(["Hi", "And?"]), pieces.append))
+    codec, actor = TextCodec(tmp_path), Actor.from_pretrained(tmp_path, device="cpu")
+    messages: list[dict[str, str]] = []
+    for question, answer in zip(["Hi", "And?"], answers, strict=True):
+        messages.append({"role": "user", "content": question})
+        whole = actor.generate([codec.chat(messages, None)], max_new_tokens=5, temperature=0.0)
+        assert answer == codec.decode(whole.responses()[0].tolist())
+        messages.append({"role": "assistant", "content": answer})
+    assert "".join(pieces) == "".join(answers)
+    assert len([piece for piece in pieces if piece]) > len(answers)
 
 
 def test_options_mean_the_same_as_in_training(tmp_path: Path) -> None:

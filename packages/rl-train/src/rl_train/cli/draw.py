@@ -44,8 +44,9 @@ def generate(**arguments: Any) -> None:
         from rl_train.loop.draw_run import chat
 
         typer.echo("write a message, and end with Ctrl-D", err=True)
-        for answer in chat(options, (line.rstrip("\n") for line in sys.stdin if line.strip())):
-            typer.echo(printable(answer))
+        messages = (line.rstrip("\n") for line in sys.stdin if line.strip())
+        for _ in chat(options, messages, lambda piece: typer.echo(printable(piece), nl=False)):
+            typer.echo()
 
 
 def evaluate(**arguments: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -76,8 +76,13 @@ class _Unscored(Scorer):
         return Scored(torch.zeros(len(prompts)), {}, 0)
 
 
-def chat(options: GenerateOptions, messages: Iterator[str]) -> Iterator[str]:
+def chat(options: GenerateOptions, messages: Iterator[str], write: Callable[[str], None]) -> Iterator[str]:
     """Yield the answer to each message of a conversation, drawn by the model in this process.
+
+    Args:
+        options: The options of the command.
+        messages: The messages of the user.
+        write: Called with each piece of an answer as soon as its tokens are drawn.
 
     Raises:
         ValueError: The model has no chat template, or the grid has several ranks.
@@ -95,14 +100,23 @@ def chat(options: GenerateOptions, messages: Iterator[str]) -> Iterator[str]:
     actor = ModelMaker(resolved, lambda kind, path, arguments: make(path, **arguments))(  # type: ignore[arg-type,return-value]
         Actor, resolved.model, resolved.grid, 0.0
     )
-    engine, conversation = NativeEngine(actor), list[dict[str, str]]()
+    # The cache between calls makes a call for each token cheap.
+    engine, conversation, drawn = NativeEngine(actor, keep_cache=True), list[dict[str, str]](), 0
     sampling = dataclasses.replace(
         resolved.sampling, temperature=options.temperature, top_p=options.top_p, stop_ids=checked_run.stop_ids
     )
-    for number, message in enumerate(messages):
+    for message in messages:
         conversation.append({"role": "user", "content": message})
-        prompt = codec.chat(conversation, None)
-        batch = engine.generate([prompt], dataclasses.replace(sampling, seed=options.seed + number))
-        answer = codec.decode(batch.responses()[0].tolist())
-        conversation.append({"role": "assistant", "content": answer})
-        yield answer
+        prompt, response, answer = codec.chat(conversation, None), list[int](), ""
+        limit = len(prompt) + options.max_new_tokens
+        while len(response) < options.max_new_tokens and not {*response[-1:]} & {*checked_run.stop_ids}:
+            one = dataclasses.replace(sampling, max_new_tokens=1, max_length=limit, seed=options.seed + drawn)
+            response += engine.generate([prompt + response], one).responses()[0].tolist()
+            drawn += 1
+            # A replacement character at the end is a letter whose other bytes are still to come.
+            if not (text := codec.decode(response)).endswith("\ufffd"):
+                write(text[len(answer) :])
+                answer = text
+        write((text := codec.decode(response))[len(answer) :])
+        conversation.append({"role": "assistant", "content": text})
+        yield text
