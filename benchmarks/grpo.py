@@ -1,7 +1,7 @@
 """Train SmolLM2 as examples/smollm2 does, by `rl-train train` and by TRL: the same prompts, rewards and sizes.
 
-    python benchmarks/grpo.py --model FOLDER --seeds 3 --curve curve.png    # FOLDER: examples/smollm2 makes it
-    python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16 --curve curve.png    # beside full training
+    python benchmarks/grpo.py --model FOLDER --seeds 3    # FOLDER: examples/smollm2 makes it
+    python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16    # beside full training
     python benchmarks/grpo.py --model FOLDER --seeds 3 --lora-rank 16 --only rl-train-lora --together
     python benchmarks/grpo.py --model FOLDER --steps 25 --peers trl
     python benchmarks/grpo.py --model FOLDER --steps 2 --prompts-per-step 4 --samples 4 --max-new-tokens 8    # on a CPU
@@ -27,7 +27,6 @@ from measure import machine, table, write_json
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
 LORA = "rl-train-lora"
-INK = "#797979"  # The contrast is 4.3 to white and to GitHub's dark page alike.
 SIZES = ("steps", "prompts_per_step", "samples", "max_new_tokens", "eval_every")
 
 
@@ -45,7 +44,6 @@ def main() -> None:
     parser.add_argument("--lora-learning-rate", type=float, default=rate, help="of the adapters (default: %(default)s)")
     parser.add_argument("--only", nargs="+", help="these of the runs alone, such as rl-train-lora")
     parser.add_argument("--together", action="store_true", help="start all runs at once")
-    parser.add_argument("--curve", type=Path, help="a PNG of the held-out rewards")
     parser.add_argument("--json")
     parser.add_argument("--run", choices=("trl", "trl-vllm"), help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -76,8 +74,6 @@ def main() -> None:
     print(table(["run", *columns], [[name, *(values[column] for column in columns)] for name, values in found.items()]))
     for name, curve in curves.items():
         print(f"held-out reward of {name} by step:", ", ".join(f"{step}: {value:.3f}" for step, value in curve.items()))
-    if options.curve:
-        draw(options.curve, curves)
     write_json(options.json, runs=found, held_out=curves)
 
 
@@ -267,23 +263,6 @@ def described(records: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "at last": f"{next(r['eval/reward'] for r in reversed(records) if 'eval/reward' in r):.3f}",
         "whole command, s": f"{seconds:.0f}",
     }
-
-
-def draw(file: Path, curves: dict[str, dict[int, float]]) -> None:
-    """Draw the held-out rewards by step, for light and for dark pages: in gray, on no background."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    inked = ("axes.edgecolor", "axes.labelcolor", "legend.labelcolor", "xtick.color", "ytick.color")
-    with rc_context(dict.fromkeys(inked, INK) | {"legend.framealpha": 0}):
-        figure = Figure(figsize=(7, 3.2), layout="constrained")
-        axes = figure.subplots()
-        for name, curve in curves.items():
-            axes.plot(list(curve), list(curve.values()), label=name)
-        axes.set(xlabel="step", ylabel="right answers to 256 held-out questions", ylim=(0, 1))
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-        figure.savefig(file, dpi=110, transparent=True)
 
 
 if __name__ == "__main__":

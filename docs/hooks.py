@@ -54,12 +54,46 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_env(env: Any, config: Any, files: Files) -> Any:
+    """Add `llms.txt`, the list of the pages for language models (https://llmstxt.org)."""
+    files.append(File.generated(config, "llms.txt", content=llms(config.site_name, config.nav, files)))
+    return env
+
+
+def llms(name: str, nav: list[dict[str, Any]], files: Files) -> str:
+    """Return the pages of the site by section, each with its title, its address and its first sentence."""
+
+    def line(title: str, uri: str) -> str:
+        file = files.get_file_from_path(uri)
+        return f"- [{title}]({file.url}): {first_sentence(file.page.markdown)}".removesuffix(": ")
+
+    ((_, home),) = nav[0].items()
+    lines = [f"# {name}", "", f"> {first_sentence(files.get_file_from_path(home).page.markdown)}", "", "## Pages", ""]
+    for entry in nav:
+        ((title, pages),) = entry.items()
+        if isinstance(pages, str):
+            lines.append(line(title, pages))
+        else:
+            lines += ["", f"## {title}", "", *(line(*pair) for page in pages for pair in page.items())]
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(markdown: str) -> str:
+    """Return the first sentence of a page's first paragraph, without marks; empty for a page without one."""
+    for paragraph in re.split(r"\n\s*\n", markdown):
+        if re.match(r"[\w*`\[]", text := " ".join(paragraph.split())):
+            text = re.sub(r"[*`]", "", LINK.sub(r"\2", text))
+            return re.split(r"(?<=[.!?:])\s", text)[0].removesuffix(":")
+    return ""
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Load the program that draws diagrams from the site itself, on the pages that have one; wide diagrams scroll."""
     if 'class="mermaid"' not in output:
         return output
     script = f'<script src="{os.path.relpath(MERMAID, Path(page.file.dest_uri).parent)}"></script>'
-    output = re.sub(r'<pre class="mermaid">.*?</pre>', r'<div class="wide">\g<0></div>', output, flags=re.DOTALL)
+    wide = r'<pre class="mermaid"><code>(?!graph TB).*?</pre>'  # from left to right
+    output = re.sub(wide, r'<div class="wide">\g<0></div>', output, flags=re.DOTALL)
     return output.replace("</head>", f"{script}</head>")
 
 

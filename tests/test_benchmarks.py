@@ -1,6 +1,5 @@
 """Every benchmark that a CPU can run does run, at small sizes; the figures themselves mean nothing there."""
 
-import importlib
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,25 +129,3 @@ def test_the_first_row_of_elementwise_is_captured(tmp_path: Path) -> None:
     assert first["variant"] == "ours"
     assert first["note"] == ""
     assert first["backward_us"] > 0
-
-
-def contrast(gray: np.ndarray, page: float) -> np.ndarray:
-    """Return WCAG's contrast of grays to the gray of a page, both in sRGB from 0 to 1."""
-    light, dark = (np.where(x > 0.04, ((x + 0.055) / 1.055) ** 2.4, x / 12.92) + 0.05 for x in (gray, np.array(page)))
-    return np.maximum(light, dark) / np.minimum(light, dark)
-
-
-def test_the_curve_of_the_first_page_can_be_read_on_light_and_on_dark_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The picture has no background, and letters and axes stand out from white and from nearly black."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    draw = importlib.import_module("grpo").draw
-    draw(tmp_path / "curve.png", {"rl-train, seed 0": {0: 0.1, 5: 0.6}})
-    for picture in (tmp_path / "curve.png", ROOT / "docs" / "images" / "smollm2.png"):
-        pixels = pytest.importorskip("matplotlib.image").imread(picture)  # [height, width, 4] from 0 to 1
-        red, green, blue, alpha = (pixels[..., channel] for channel in range(4))
-        assert alpha[0, 0] == 0
-        ink = red[(alpha == 1) & (red == green) & (green == blue)]
-        assert ink.size > 1000
-        assert min(contrast(ink, 1.0).min(), contrast(ink, 0.07).min()) > 4

@@ -2,34 +2,47 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from rl_models import Actor
 from rl_models.backends import BACKENDS
+from rl_train.quickstart import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
-def test_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(examples) == 2
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The programs of the page, in a folder with a checkpoint."""
+    make_checkpoint(tmp_path / "checkpoint", seed=0)
     monkeypatch.chdir(tmp_path)
-    for number, example in enumerate(examples):
-        program = tmp_path / f"example_{number}.py"
-        program.write_text(example)
+    programs = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    files = [tmp_path / f"example_{number}.py" for number in range(len(programs))]
+    for file, program in zip(files, programs, strict=True):
+        file.write_text(program)
+    return files
+
+
+def test_examples_run_as_printed(examples: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one up to the start of its ranks, with its options, rows and reward checked."""
+    runs: list[Any] = []
+    monkeypatch.setattr("rl_train.loop.run.train", lambda run, on_event: runs.append(run))
+    for program in examples:
         runpy.run_path(str(program), run_name="__main__")
+    assert len(examples) == 2
+    assert len(runs) == 1
+
+
+@pytest.mark.slow
+def test_the_first_example_learns(examples: list[Path]) -> None:
+    subprocess.run([sys.executable, str(examples[0])], check=True, timeout=280)
+    Actor.from_pretrained("run/actor", device="cpu")
 
 
 @pytest.mark.parametrize(("language", "columns"), [("bash", 46), ("python", 80)])
