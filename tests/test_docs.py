@@ -221,6 +221,27 @@ def test_paths_in_the_pages_exist() -> None:
     assert not found
 
 
+@cache
+def literals() -> str:
+    """Return all sources with the parts of each string joined, and … in the place of values."""
+    text = "".join(file.read_text() for file in ROOT.glob("packages/*/src/**/*.py"))
+    return re.sub(r"\{[^{}\n]*\}", "…", re.sub(r'"\s+f?"', "", text))
+
+
+def unknown_messages(text: str) -> list[str]:
+    """Return the messages in tables with the column "message" that no source has; torch's own are marked (torch)."""
+    rows = re.findall(r"^ *\| ((?:`[^`]+`(?: and )?)+)( \(torch\))? \|", text.replace("\n    |", "\n|"), re.MULTILINE)
+    quoted = [message for cell, torch in rows if not torch for message in re.findall(r"`([^`]+)`", cell)]
+    return [message for message in quoted if " " in message and message not in literals()]
+
+
+def test_the_messages_of_the_page_of_troubles_are_those_of_the_sources() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    assert text.count("| message |") >= 3
+    assert unknown_messages(text) == []
+    assert unknown_messages("| `ranks … have been lost` | a | b |\n") == ["ranks … have been lost"]
+
+
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names of docs/hooks.py, without mkdocs, which only the group `docs` brings."""
