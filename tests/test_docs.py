@@ -63,7 +63,9 @@ def options_of(command: str) -> dict[str, set[str]]:
 @cache
 def sources() -> str:
     """Return the source of the tests that run programs of examples/."""
-    return "".join((ROOT / "tests" / f"test_{name}.py").read_text() for name in ("examples", "guides", "smollm2"))
+    return "".join(
+        (ROOT / "tests" / f"test_{name}.py").read_text() for name in ("examples", "guides", "migrations", "smollm2")
+    )
 
 
 def is_run(path: str) -> bool:

@@ -89,7 +89,7 @@ def test_pictures_follow_the_colours_of_the_page(browser: Browser, address: str,
     browser.wait_for("[...document.images].every(one => one.complete)")
     before = bars()
     scheme = "default" if dark else "slate"
-    browser.value(f"document.querySelectorAll('input[data-md-color-scheme={scheme}]')[{1 - dark}].click()")
+    browser.value(f"document.querySelector('#__palette_{1 if dark else 2}').click()")
     browser.wait_for(f"document.body.getAttribute('data-md-color-scheme') == '{scheme}'")
     after = bars()
     assert (before["dark"] > 3000, after["dark"] > 3000) == (dark, not dark)
