@@ -90,6 +90,23 @@ def test_a_key_of_anthropics_header(endpoint: Endpoint) -> None:
     assert reply.json()["content"] == [{"type": "text", "text": CALL[:20]}]
 
 
+def test_tokens_are_counted_and_not_drawn(endpoint: Endpoint, client: Any) -> None:
+    """The count is that of the next call, whose draws stay the same; a prompt that is too long is counted, too."""
+    fields: dict[str, Any] = {"model": "policy", "system": "Be brief.", "tools": [FUNCTION]}
+    first = answer(client, messages=[QUESTION], **fields)
+    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "42"}
+    history = [QUESTION, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    drawn = dict(endpoint.session._drawn)
+    count = client.messages.count_tokens(messages=history, **fields).input_tokens
+    long = client.messages.count_tokens(messages=[{"role": "user", "content": "x" * 2000}], model="policy")
+    assert long.input_tokens > 2000
+    assert (endpoint.session.calls, endpoint.session._drawn, len(endpoint.script.requests)) == (1, drawn, 1)
+    second = answer(client, messages=history, **fields)
+    assert count == second.usage.input_tokens == len(endpoint.record.recorded[1].tokens)
+    with pytest.raises(anthropic().BadRequestError, match="the role 'robot'"):
+        client.messages.count_tokens(messages=[{"role": "robot", "content": "x"}], model="policy")
+
+
 def test_mistakes_are_errors_in_anthropics_form(endpoint: Endpoint, client: Any) -> None:
     image = {"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}
     texts_first = [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "a", "content": "x"}]

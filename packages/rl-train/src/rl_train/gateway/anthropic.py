@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_train.gateway.bodies import MessagesBody, read
 from rl_train.gateway.chat import ChatDialect
-from rl_train.gateway.drawing import Choice, Drawing
+from rl_train.gateway.drawing import Choice
 from rl_train.gateway.errors import ApiError, unsupported
 
 # The field "type" of an error with this HTTP status.
@@ -31,15 +31,15 @@ class Messages(ChatDialect):
         tools = [_tool(tool) for tool in body.tools or ()]
         self.take_chat([*system, *messages], tools if self.offers((body.tool_choice or {}).get("type")) else None)
 
-    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         (choice,) = choices
-        values = {"content": list(self._blocks(choice)), "usage": _usage(drawing, choices)}
-        return self._message(drawing) | self._end(choice) | values
+        values = {"content": list(self._blocks(choice)), "usage": self._usage(choices)}
+        return self._message() | self._end(choice) | values
 
-    def begin(self, drawing: Drawing) -> list[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]]:
         """See `Dialect`."""
-        return [{"type": "message_start", "message": self._message(drawing)}]
+        return [{"type": "message_start", "message": self._message()}]
 
     def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
         """See `Dialect`. With tools all blocks come at the end of the answer, which shows what they are."""
@@ -57,10 +57,10 @@ class Messages(ChatDialect):
             events += [_start(number, block | empty), _delta(number, delta), _stop(number)]
         return events
 
-    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
         (choice,) = choices
-        usage = _usage(drawing, choices)
+        usage = self._usage(choices)
         return [{"type": "message_delta", "delta": self._end(choice), "usage": usage}, {"type": "message_stop"}]
 
     @classmethod
@@ -69,7 +69,7 @@ class Messages(ChatDialect):
         kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
-    def _message(self, drawing: Drawing) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         """Return the message before its first block."""
         return {
             "id": self.id,
@@ -79,8 +79,13 @@ class Messages(ChatDialect):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(drawing, ()),
+            "usage": self._usage(),
         }
+
+    def _usage(self, choices: Sequence[Choice] = ()) -> dict[str, int]:
+        drawn = sum(len(choice.response.tokens) for choice in choices)
+        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return {"input_tokens": len(self.recorded.tokens), "output_tokens": drawn, **cache}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         reason = "stop_sequence" if choice.stop is not None else _STOP_REASONS[self.finish(choice)]
@@ -96,6 +101,20 @@ class Messages(ChatDialect):
             function = call["function"]
             values = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
             yield {"type": "tool_use", **values}
+
+
+class CountTokens(Messages):
+    """`/v1/messages/count_tokens`: the prompt of `Messages`, of which nothing is drawn."""
+
+    draws = False
+
+    def read(self, values: Any) -> None:
+        """See `Dialect`."""
+        super().read({"max_tokens": 1, **values} if isinstance(values, Mapping) else values)
+
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """See `Dialect`."""
+        return {"input_tokens": len(self.recorded.tokens)}
 
 
 def _messages(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
@@ -133,12 +152,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     described = {"description": tool["description"]} if tool.get("description") else {}
     function = {"name": tool["name"], **described, "parameters": tool.get("input_schema") or {}}
     return {"type": "function", "function": function}
-
-
-def _usage(drawing: Drawing, choices: Sequence[Choice]) -> dict[str, int]:
-    drawn = sum(len(choice.response.tokens) for choice in choices)
-    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": len(drawing.prompt), "output_tokens": drawn, **cache}
 
 
 def _start(number: int, block: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rl_train.gateway.bodies import (
     StreamOptions,
     read,
 )
-from rl_train.gateway.drawing import Choice, Drawing
+from rl_train.gateway.drawing import Choice
 from rl_train.gateway.encoding import Raw, token_entries
 from rl_train.gateway.errors import ApiError
 from rl_train.gateway.sessions import Session
@@ -45,6 +45,7 @@ class Dialect(ABC):
         field: The field of the body that has the prompt.
         stream: Whether the client waits for parts; `stream_options` say of what.
         text: Whether the client gets a text.
+        draws: Whether the answer has responses; otherwise it describes the prompt.
         last_event: The text at the end of a stream.
         overridden: The client's options that the run overrides, beside those of `sampled`.
 
@@ -60,6 +61,7 @@ class Dialect(ABC):
     field: ClassVar[str] = "prompt"
     stream = False
     text: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
     last_event: ClassVar[str] = ""
     stream_options = StreamOptions()
 
@@ -73,10 +75,10 @@ class Dialect(ABC):
         """Read the body."""
 
     @abstractmethod
-    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer with all choices."""
 
-    def begin(self, drawing: Drawing) -> list[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]]:
         """Return the events that begin a stream."""
         return []
 
@@ -84,7 +86,7 @@ class Dialect(ABC):
         """Return the events of a part of a choice: its text, and the number of its first token."""
         raise NotImplementedError
 
-    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """Return the events that end a stream."""
         return []
 
@@ -142,23 +144,27 @@ class Completions(Dialect):
     def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
         """Return the entry of a part of a choice; see `grow`."""
 
-    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
-        return self._with([self.whole(choice) for choice in choices]) | {"usage": usage(drawing, choices)}
+        return self._with([self.whole(choice) for choice in choices]) | {"usage": self._usage(choices)}
 
     def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
         """See `Dialect`."""
         return [self._with([self.part(choice, text, begin)])]
 
-    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
-        return [self._with([]) | {"usage": usage(drawing, choices)}] if self.stream_options.include_usage else []
+        return [self._with([]) | {"usage": self._usage(choices)}] if self.stream_options.include_usage else []
 
     def ids(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
         """Return the token ids of a choice where the client asks for them."""
         body = self.sampled
         wanted = isinstance(body, Answered) and body.return_token_ids
         return {"token_ids": choice.response.tokens[begin:]} if wanted else {}
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        drawn, prompt = sum(len(choice.response.tokens) for choice in choices), len(self.recorded.tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def _with(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         values = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
@@ -223,7 +229,7 @@ class Generate(Dialect):
         """See `Dialect`."""
         return True
 
-    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         return {"request_id": self.id, "choices": [self._whole(choice) for choice in choices], "prompt_logprobs": None}
 
@@ -236,10 +242,3 @@ class Generate(Dialect):
             "token_ids": choice.response.tokens,
             **({} if choice.response.kept is None else {"sampling_mask": choice.response.kept}),
         }
-
-
-def usage(drawing: Drawing, choices: Sequence[Choice]) -> dict[str, int]:
-    """Return the numbers of tokens of a call."""
-    drawn = sum(len(choice.response.tokens) for choice in choices)
-    prompt = len(drawing.prompt)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}

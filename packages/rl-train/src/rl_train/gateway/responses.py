@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_train.gateway.bodies import ResponsesBody, read
 from rl_train.gateway.chat import ChatDialect
-from rl_train.gateway.drawing import Choice, Drawing
+from rl_train.gateway.drawing import Choice
 from rl_train.gateway.encoding import Raw
 from rl_train.gateway.errors import ApiError, unsupported
 
@@ -44,13 +44,13 @@ class Responses(ChatDialect):
         self.take_chat([*instructions, *history], tools if self.offers(body.tool_choice) else None)
         self._history = self.messages[len(instructions) :]
 
-    def reply(self, drawing: Drawing, choices: Sequence[Choice]) -> dict[str, Any]:
+    def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         (choice,) = choices
         self.session.conversations[self.id] = [*self._history, self.message(choice)]
         status = "incomplete" if choice.finish == "length" else "completed"
         reason = {"reason": "max_output_tokens"} if choice.finish == "length" else None
-        drawn, prompt = len(choice.response.tokens), len(drawing.prompt)
+        drawn, prompt = len(choice.response.tokens), len(self.recorded.tokens)
         return self._response(status) | {
             "incomplete_details": reason,
             "output": list(self._items(choice)),
@@ -63,7 +63,7 @@ class Responses(ChatDialect):
             },
         }
 
-    def begin(self, drawing: Drawing) -> list[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]]:
         """See `Dialect`."""
         return [self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
 
@@ -80,9 +80,9 @@ class Responses(ChatDialect):
             events += self._closed(number, item)
         return events
 
-    def end(self, drawing: Drawing, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
-        response = self.reply(drawing, choices)
+        response = self.reply(choices)
         return [self._event(response["status"], response=response)]
 
     def late_error(self, error: ApiError) -> dict[str, Any]:

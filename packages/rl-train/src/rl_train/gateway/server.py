@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_train.data.codec import TextCodec
-from rl_train.gateway.anthropic import Messages
+from rl_train.gateway.anthropic import CountTokens, Messages
 from rl_train.gateway.chat import Chat
 from rl_train.gateway.dialects import Completion, Dialect, Generate
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
@@ -35,6 +35,7 @@ _DIALECTS: dict[str, type[Dialect]] = {
     "/v1/completions": Completion,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
+    "/v1/messages/count_tokens": CountTokens,
     "/inference/v1/generate": Generate,
 }
 # The first part of the path of a client that cannot choose its key.
@@ -227,6 +228,8 @@ class Gateway:
         overridden = call.sampled.check(session.sampling) + call.overridden
         session.overridden.update(overridden)
         headers = {"x-overridden": ",".join(overridden)} if overridden else {}
+        if not call.draws:
+            return _json(call.reply(()), headers=headers)
         drawing = self._drawing(call, session)
         if call.stream:
             return await _stream(call, self._events(call, drawing, session), headers)
@@ -295,7 +298,7 @@ class Gateway:
         choices.sort(key=lambda choice: choice.index)
         for choice in choices:
             self._record(call, choice, session)
-        return call.reply(drawing, choices)
+        return call.reply(choices)
 
     async def _events(
         self, call: Dialect, drawing: Drawing, session: Session
@@ -303,7 +306,7 @@ class Gateway:
         """Yield the events of a stream, the first ones before anything is drawn."""
         sent = [(0, 0)] * drawing.count  # of each choice: the characters and tokens that the client has
         with session.call(drawing) as (drawing, choices):
-            yield call.begin(drawing)
+            yield call.begin()
             async with aclosing(self._grow(drawing, session)) as grown:
                 async for choice in grown:
                     text, (characters, tokens) = shown(choice, drawing.stops), sent[choice.index]
@@ -312,7 +315,7 @@ class Gateway:
                         choices.append(choice)
                         self._record(call, choice, session)
                     yield call.grow(choice, text[characters:], tokens)
-        yield call.end(drawing, choices)
+        yield call.end(choices)
 
     def _record(self, call: Dialect, choice: Choice, session: Session) -> None:
         part, truncated = part_of(choice.response), choice.finish == "length"
