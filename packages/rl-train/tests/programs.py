@@ -10,7 +10,8 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,23 +57,41 @@ def talk(base_url: str, row: Mapping[str, Any]) -> Any:
 
 
 def wander(base_url: str, row: Mapping[str, Any]) -> float:
-    """Ask some times, and return the number of letters of the answers; fail, leave calls and rewrite the history."""
+    """Ask some times, and return the number of letters of the answers; fail, leave calls and rewrite the history.
+
+    The file `ends` gets a line for the end of each request; an episode of the row `hangs` does not end by itself.
+    """
     draws, letters = random.Random(row["seed"]), 0
     messages: list[Any] = [{"role": "user", "content": f"question {row['seed']}"}]
     for _ in range(draws.randrange(1, 5)):
         event = draws.random()
         if event < 0.03:
             raise KeyError("gone")
-        if event < 0.06:
-            time.sleep(60)
         if event < 0.12:
             leave(base_url, messages, stream=event < 0.09)
         if event > 0.9:
             messages = messages[-1:]
-        answer = ask(base_url, messages)
+        with request_end(row["ends"]):
+            answer = ask(base_url, messages)
         letters += len(answer["content"])
         messages += [answer, {"role": "user", "content": "and?"}]
+    if row["hangs"]:
+        time.sleep(600)
     return float(letters)
+
+
+@contextmanager
+def request_end(file: str) -> Iterator[None]:
+    """Add a line to a file: "answer", the name of an error, or "none" for a request that got neither in its time."""
+    end = "answer"
+    try:
+        yield
+    except BaseException as error:
+        end = "none" if isinstance(getattr(error, "reason", error), TimeoutError) else repr(error)
+        raise
+    finally:
+        with open(file, "a") as ends:
+            ends.write(end + "\n")
 
 
 def leave(base_url: str, messages: Sequence[Any], *, stream: bool) -> None:
