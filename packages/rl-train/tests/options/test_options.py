@@ -451,10 +451,10 @@ def test_schedules_count_steps_of_the_run() -> None:
             {"rollouts.partial": 64, "staleness": 1, "environment": "games:Wordle"},
             "rollouts.partial=64 needs responses of one turn",
         ),
-        ({"rollouts.routing": True}, "rollouts.routing=True needs rollouts.engine=vllm and responses of one turn"),
+        ({"rollouts.routing": True}, "rollouts.routing=True needs rollouts.engine=vllm; give that"),
         (
             {"rollouts.routing": True, "rollouts": "vllm", "in_flight": True, "rollouts.devices": "4", "staleness": 1},
-            "rollouts.routing=True needs responses of one call",
+            "rollouts.routing=True needs draws by one version of the weights",
         ),
         ({"rollouts.stale_cache": "recompute"}, "rollouts.stale_cache=recompute needs rollouts.in_flight"),
     ],

@@ -321,7 +321,7 @@ def test_prompts_of_ids_continue_the_longest_call_that_begins_them(codecs: Codec
 
 
 def test_a_sample_has_all_that_its_calls_report(codecs: Codecs) -> None:
-    """Log-probs, versions and sampling masks of the drawn tokens, and the experts of all tokens by the newest call."""
+    """Log-probs, versions and sampling masks of drawn tokens, and each token's experts by the first call with it."""
     recorder = Recorder(Prompt([1], {}, 1), codecs(CHATML), 99)
     routing = torch.arange(12, dtype=torch.int16).view(6, 2, 1)
     responses = [
@@ -337,10 +337,10 @@ def test_a_sample_has_all_that_its_calls_report(codecs: Codecs) -> None:
     assert batch["version"].tolist() == [-1, -1, 3, 4, -1, 4]
     assert batch.sampling_mask is not None
     assert batch.sampling_mask.tolist() == [[], [], [5, 9], [6], [], [7, 8, 9]]
-    assert torch.equal(batch[ROUTING], routing)
+    assert torch.equal(batch[ROUTING], torch.cat([routing[:3] + 100, routing[3:]]))
     (part,) = parts_of(batch, [2])
     assert (part.tokens, part.fields["log_probs"].tolist()) == ([5, 6, 4, 7], [-1, -2, 0, -3])  # type: ignore[union-attr]
-    assert torch.equal(part.routing, routing)  # type: ignore[arg-type]
+    assert torch.equal(part.routing, batch[ROUTING])  # type: ignore[arg-type]
     first_call = Recorder(Prompt([1], {}, 1), codecs(CHATML), 99)
     first_call.record(first_call.ids([2, 3]), part_of(responses[0]))
     assert batch_of(first_call.samples)[ROUTING][:, 0, 0].tolist() == [100, 102, 104, -1]

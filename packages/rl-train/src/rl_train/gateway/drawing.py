@@ -12,6 +12,7 @@ from parallel_models import SamplingOptions
 from rl_train.data.codec import TextCodec
 from rl_train.engines.interface import Request, Response
 from rl_train.gateway.service import EngineService
+from rl_train.trajectories.samples import joined_routing
 
 # Tokens that are drawn at a time where a client waits for parts of the text, or for a stop text.
 _PART_TOKENS = 32
@@ -172,7 +173,8 @@ def joined(first: Response, second: Response) -> Response:
     kept = None if second.kept is None else [*(first.kept or ()), *second.kept]
     versions = None if second.versions is None else [*(first.versions or ()), *second.versions]
     tokens, log_probs = first.tokens + second.tokens, first.log_probs + second.log_probs
-    return Response(tokens, log_probs, kept, versions, first.steps + second.steps, second.routing)
+    routing = joined_routing(first.routing, second.routing)
+    return Response(tokens, log_probs, kept, versions, first.steps + second.steps, routing)
 
 
 def cut(response: Response, length: int) -> Response:

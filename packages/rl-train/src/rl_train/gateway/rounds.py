@@ -94,7 +94,8 @@ class RoundService:
         begins = [len(waiting.request.prompt) + len(waiting.response.tokens) for waiting in self._drawn]
         for waiting, part in zip(self._drawn, parts_of(batch, begins), strict=True):
             fields: dict[str, Any] = {name: values.tolist() for name, values in part.fields.items()}
-            new = Response(part.tokens, fields["log_probs"], fields.get(SAMPLING_MASK), fields.get(VERSION))
+            log_probs, kept, versions = fields["log_probs"], fields.get(SAMPLING_MASK), fields.get(VERSION)
+            new = Response(part.tokens, log_probs, kept, versions, routing=part.routing)
             waiting.response = joined(waiting.response, cut(new, waiting.room))
             if waiting.room < 1 or waiting.response.tokens[-1] in stop_ids:
                 finish(waiting.future, waiting.response)

@@ -103,10 +103,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.partial", not options.rollouts.in_flight, "synchronous draws, without rollouts.in_flight"
     single_turns = not (options.converses or options.runs_agents)
     yield "rollouts.partial", single_turns, "responses of one turn"
-    single_turns = single_turns and engine == "vllm"
-    yield "rollouts.routing", single_turns, "rollouts.engine=vllm and responses of one turn"
+    yield "rollouts.routing", engine == "vllm", "rollouts.engine=vllm"
     whole = not (options.rollouts.in_flight or options.rollouts.partial)
-    yield "rollouts.routing", whole, "responses of one call, without rollouts.in_flight and rollouts.partial"
+    needed = "draws by one version of the weights, without rollouts.in_flight and rollouts.partial"
+    yield "rollouts.routing", whole, needed
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
     yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"

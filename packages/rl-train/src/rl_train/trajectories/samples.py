@@ -51,7 +51,7 @@ class Sample:
         tokens: All token ids: of the prompt, of the draws, and of the messages between them.
         parts: For each call of an engine the begin and the end of the tokens that it drew, and their fields `[L, ...]`.
         turns: The numbers `COLUMNS` of each turn, and the position of the turn's last token.
-        routing: The experts `[R, M, k]` of the first R tokens, by the newest call; None where no engine reports them.
+        routing: The experts `[R, M, k]` of the first R tokens, see `joined_routing`; None where no engine reports them.
     """
 
     prompt: Prompt
@@ -72,11 +72,24 @@ class Sample:
         begin, count = len(self.tokens), max(0, min(len(part.tokens), self.room))
         self.tokens = [*self.tokens, *part.tokens[:count]]
         self.parts.append((begin, begin + count, {name: values[:count] for name, values in part.fields.items()}))
-        self.routing = None if part.routing is None else part.routing[: begin + count]
+        routing = joined_routing(self.routing, part.routing)
+        self.routing = None if routing is None else routing[: begin + count]
 
     def count(self, **numbers: float) -> None:
         """Add to the numbers `COLUMNS` of the newest turn, by name."""
         self.turns.append((len(self.tokens) - 1, [float(numbers.get(name, 0.0)) for name in COLUMNS]))
+
+
+def joined_routing(earlier: Tensor | None, newest: Tensor | None) -> Tensor | None:
+    """Return the experts of a sequence from those that an earlier call and the newest call report.
+
+    The earlier call's stand where it reports them, since it drew its tokens with them. The newest call adds the experts
+    of the tokens behind, and of the last token that the earlier call drew: that token was not computed then (-1).
+    """
+    if earlier is None or newest is None:
+        return newest
+    begin = newest[: len(earlier)]
+    return torch.cat([torch.where(earlier < 0, begin, earlier)[: len(begin)], newest[len(earlier) :]])
 
 
 def part_of(response: Response) -> Part:
