@@ -31,6 +31,15 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _url(text: str) -> str:
+    if re.fullmatch(r"https?://[^/?#@]+(/[^?#]*)?", text) is None:
+        raise ValueError(
+            f"{text!r:.100} must be the base URL of a server, such as http://127.0.0.1:8000/v1; the models of the run "
+            "itself judge nothing: start a server beside the run, vllm serve MODEL --port 8000"
+        )
+    return text
+
+
 def _template(text: str) -> Template:
     try:
         return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(text)
@@ -57,7 +66,7 @@ class Rubric(BaseModel):
 
     model_config = CONFIG
 
-    url: Annotated[str, Field(pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")]
+    url: Annotated[str, AfterValidator(_url)]
     """Base URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1."""
     model: str
     """Name of the model at the server."""
