@@ -121,6 +121,7 @@ def test_the_environment_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # The functions that return the metrics of a run, by file; the string keys of their dicts are the names.
 METRICS = {
+    "rl-train/src/rl_train/data/mixture.py": ("by_source",),
     "rl-train/src/rl_train/loop/loop.py": ("_step", "_warn"),
     "rl-train/src/rl_train/loop/reinforcement.py": ("_collect", "_describe", "_staleness", "_estimate"),
     "rl-train/src/rl_train/loop/file_recipe.py": ("collect", "evaluate"),

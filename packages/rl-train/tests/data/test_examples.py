@@ -12,7 +12,8 @@ import pytest
 from chat_families import CHATML, COHERE, GPT_OSS, OF_PARTS, THINKING, installed_templates, save_tokenizer
 
 from rl_train.data.codec import TextCodec
-from rl_train.data.examples import NONE, Example, Reader, judged, labelled, pair, read_examples, steps, whole
+from rl_train.data.examples import NONE, Example, ExampleReader, Reader, judged, labelled, pair, steps, whole
+from rl_train.data.mixture import read_sources
 from rl_train.data.prompts import read_prompts
 
 CHAT = [
@@ -35,7 +36,7 @@ def runs(codec: TextCodec, tokens: list[int], marks: list[bool]) -> list[str]:
 
 
 def read(folder: Path, reader: Reader, *rows: Any, **options: Any) -> list[Example]:
-    return read_examples(folder / "rows.jsonl", folder, reader, rows=rows, **options)
+    return read_sources(ExampleReader(folder, reader=reader, **options), [folder / "rows.jsonl"], rows)[0]
 
 
 @pytest.mark.parametrize(

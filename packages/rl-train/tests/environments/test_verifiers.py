@@ -200,7 +200,7 @@ def draw(folder: Path, chat_model: Path) -> Iterator[Draw]:
         checked_run, engine = CheckedRun(options, prompts, [], (END,), None), Echo()
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         episodes = AgentEpisodes(checked_run, engine, opened[-1], once, said.append)  # type: ignore[arg-type]
-        batch = episodes.draw(options.prompts, prompts, SamplingOptions(24, n=n, stop_ids=[END])).result()
+        batch = episodes.draw(prompts, SamplingOptions(24, n=n, stop_ids=[END])).result()
         return batch, engine, said
 
     yield run

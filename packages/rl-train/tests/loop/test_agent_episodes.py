@@ -77,7 +77,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Echo()
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         episodes = AgentEpisodes(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
-        batch = episodes.draw(file, prompts, SamplingOptions(12, n=n, stop_ids=[END])).result()
+        batch = episodes.draw(prompts, SamplingOptions(12, n=n, stop_ids=[END])).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
 
     yield run
@@ -102,7 +102,7 @@ def test_an_agents_calls_are_one_sample_and_its_result_the_reward(draw: Draw) ->
     assert len(engine.calls) < 6, "agents share calls of the engine"
     assert said == ["agents ask for other temperature than the run, which draws all tokens"]
     prompts = [prompt for prompt in scorer.checked_run.prompts for _ in range(2)]
-    assert scorer(Path("rows"), prompts, batch).scores.tolist() == [2, 2, 1, 1]
+    assert scorer(prompts, batch).scores.tolist() == [2, 2, 1, 1]
 
 
 def test_an_agent_that_forgets_gives_two_samples_with_one_reward(draw: Draw) -> None:
@@ -261,12 +261,12 @@ def test_a_scorer_reads_the_trajectory(draw: Draw) -> None:
         ("rewards:as_expected,environment@0.1", [1.2, 1.1, 1, 0]),
     ):
         batch, _, said, scorer = draw(rows, reward=reward, **{"rewards.errors": "zero"})
-        scored = scorer(Path("rows"), scorer.checked_run.prompts, batch)
+        scored = scorer(scorer.checked_run.prompts, batch)
         assert scored.scores.tolist() == pytest.approx(scores)
         assert (scored.errors, len(said)) == (1, 2)
     cut = {"sees": ["c", "d", "d", [A + 3], "length", 1.0]}
     batch, _, _, scorer = draw([cut], reward="rewards:as_expected", **{"agents.max_tokens": 1})
-    assert scorer(Path("rows"), scorer.checked_run.prompts, batch).scores.tolist() == [1]
+    assert scorer(scorer.checked_run.prompts, batch).scores.tolist() == [1]
 
 
 def test_mistakes_of_options(chat_model: Path, prompts: Path) -> None:

@@ -151,7 +151,7 @@ def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> No
     assert expected.items() <= checked_run.describe().items()
     shorter = check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, max_tokens=14, max_new_tokens=6))
     assert [prompt.line for prompt in shorter.prompts] == [1, 3]
-    with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 prompts have more than 1 tokens; nothing is left"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: all 5 rows have too many tokens; nothing is left"):
         check_run(TrainOptions(**given, **{"data.long_prompts": "drop"}, max_tokens=7, max_new_tokens=6))
 
 

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ckpt.training import open_step
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch, OptimizerOptions, losses
 from rl_models.api import WholeBatches
-from rl_train.data.prompts import read_prompts
+from rl_train.data.mixture import read_sources, split_sources
+from rl_train.data.prompts import PromptReader
 from rl_train.engines import EngineOnRanks, NativeEngine, RolloutEngine
 from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import Request, Response, Responses, WeightsLostError
@@ -61,12 +63,14 @@ def make(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Make:
     def loop(engine: Callable[[Any], RolloutEngine] = Recording, reward: Any = first_token, **options: Any) -> Any:
         given: dict[str, Any] = {
             "out": tmp_path / "run", "algorithm": "grpo", "prompts_per_step": PROMPTS, "samples": SAMPLES, "steps": 4,
-            "max_new_tokens": LONGEST, "learning_rate": 0.02, "save_every": 0, "seed": 5,
+            "max_new_tokens": LONGEST, "learning_rate": 0.02, "save_every": 0, "seed": 5, "prompts": prompts,
         }  # fmt: skip
-        resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **given | options)
+        resolved = TrainOptions(model=model, reward="r:f", **given | options)
         write_options(resolved)
         models = Models(fresh_actor(resolved))
-        checked_run = CheckedRun(resolved, read_prompts(prompts, model, 99), [], (), None)
+        checked_run = CheckedRun(
+            resolved, read_sources(PromptReader(model), split_sources(resolved.prompts))[0], [], (), None
+        )
         rollouts, rewards = engine(models.actor), in_process(reward)
         recipe = Reinforcement(lambda make: make(), print, True, checked_run, models, rollouts, rewards)
         return Loop(resolved, resolved, recipe)
@@ -183,22 +187,31 @@ def test_after_a_kill_every_prompt_is_learned_once(make: Make, dynamic: bool) ->
     first.recipe.models.actor.wait_for_save()  # the save of the second step runs in the background
     again = run(None)
     assert again._resume(again.options.out / "training") == 2
-    assert again.recipe._draws.state.to_json() == {
-        "position": 4 * PROMPTS,
-        "ahead": [[2 * PROMPTS, 0], [3 * PROMPTS, 1]],
-    }
+    state = again.recipe._draws.state.to_json()
+    assert state["position"] == 4 * PROMPTS
+    assert [entry[:2] for entry in state["ahead"]] == [[2 * PROMPTS, 0], [3 * PROMPTS, 1]]
     run(None).run()
-    order = again.recipe._draws._indices(0, 6 * PROMPTS)
-    firsts = [int(again.recipe.checked_run.prompts[index].tokens[0]) for index in order]
+    firsts = [int(prompt.tokens[0]) for _, prompt in again.recipe.checked_run.mixture().take(6 * PROMPTS)]
     assert [token for step in learned for token in step] == firsts
     assert [line["rollout_version"] for line in metrics(again)] == [0, 0, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("partial", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path: Path, partial: int) -> None:
-    """Responses drawn ahead stay those of the weights that drew them; of older steps no file is left."""
+@pytest.mark.parametrize(
+    "partial", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), "mixture"]
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path: Path, partial: int | str) -> None:
+    """Responses drawn ahead stay those of the weights that drew them; of older steps no file is left.
+
+    Also with a curriculum over a mixture of two files, of which three rows at a time are in memory.
+    """
     given: dict[str, Any] = {"staleness": 2, "steps": 6, "save_every": 1, "keep": 1, "importance_cap": 1.1}
-    if partial:
+    if partial == "mixture":
+        files = [tmp_path / name for name in ("consonants.jsonl", "vowels.jsonl")]
+        for file, letters in zip(files, ("bcdfghjkl", "aeiou"), strict=True):
+            file.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in letters))
+        given |= {"prompts": ",".join(map(str, files)), "data.weights": "2,1", "data.shuffle_buffer": 3}
+        given |= {"data.curriculum": 0.5}
+    elif partial:
         given |= {"rollouts.partial": partial, "stop_ids": ",".join(map(str, range(2, 16)))}
     whole, killed = make(out=tmp_path / "whole", **given), make(**given)
     whole.run()
@@ -216,7 +229,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path
     folder = killed.options.out / "training" / "ahead"
     assert [file.name for file in sorted(folder.iterdir())] == ["00000002.safetensors", "00000003.safetensors"]
     make(**given).run()
-    assert metrics(make(**given)) == metrics(whole)
+    again = make(**given)
+    assert metrics(again) == metrics(whole)
+    if partial == "mixture":
+        assert all(line["source_share/vowels"] == 1 / 3 for line in metrics(whole))
+        training = [loop.options.out / "training" / "actor" for loop in (whole, killed)]
+        kept = [open_step(each, 6)[1]["extra"]["extra"] for each in training]
+        assert kept[0] == kept[1]
+        assert len(kept[0]["rewards_of_prompts"]) > 6
     saved = [load_file(loop.options.out / "actor" / "model.safetensors") for loop in (whole, killed)]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
@@ -233,7 +253,8 @@ def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(m
     loop.run()
     assert [version for version, _ in loop.recipe.rollouts.drawn] == [0, 0, 1, 1]
     assert [(line["rollout_version"], line["staleness"]) for line in metrics(loop)] == [(0, 0), (0, 1), (1, 1)]
-    assert loop.recipe._draws.state.to_json() == {"position": 4 * PROMPTS, "ahead": []}
+    state = loop.recipe._draws.state.to_json()
+    assert (state["position"], state["ahead"]) == (4 * PROMPTS, [])
 
 
 class OnOtherDevices(Recording):

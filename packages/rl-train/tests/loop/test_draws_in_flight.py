@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from parallel_models import SamplingOptions
 from rl_models import Batch
+from rl_train.data.mixture import Mixture
 from rl_train.data.prompts import Prompt
 from rl_train.loop import draws as draws_module
 from rl_train.loop.draws import DrawsInFlight
@@ -64,11 +66,11 @@ def test_in_flight_every_prompt_is_learned_once_and_in_time(
     sampling = SamplingOptions(1)
     options: Any = SimpleNamespace(
         rollouts=rollouts, prompts_per_step=prompts_per_step, steps=steps, seed=1, samples=SAMPLES, prompts=Path(),
-        sampling=sampling,
+        sampling=sampling, data=SimpleNamespace(curriculum=None),
     )  # fmt: skip
-    checked_run: Any = SimpleNamespace(options=options, prompts=prompts, stop_ids=())
+    checked_run: Any = SimpleNamespace(options=options, stop_ids=(), mixture=partial(Mixture.of_rows, prompts, seed=1))
 
-    def ask(file: Path, of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+    def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         (prompt,) = of_draw
         asked.append(prompt.line)
         return Arriving(engine, prompt, chance.randint(0, slowest), chance.randint(0, slowest))
@@ -77,7 +79,7 @@ def test_in_flight_every_prompt_is_learned_once_and_in_time(
         return DrawsInFlight(checked_run, engine, ask, lambda function: function())  # type: ignore[arg-type]
 
     draws, learned = made(), list[int]()
-    order = [prompts[index].line for index in draws._indices(0, 200)]
+    order = [prompt.line for _, prompt in Mixture.of_rows(prompts, seed=1).take(200)]
     for step in range(1, steps + 1):
         taken = [draws.take(step)]
         if more := chance.choice([0, 0, prompts_per_step]):

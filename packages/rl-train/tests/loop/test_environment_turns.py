@@ -82,7 +82,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Scripted(responses)
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         talks = EnvironmentTurns(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
-        batch = talks.draw(file, prompts, SamplingOptions(resolved.sampling.max_new_tokens, n=n)).result()
+        batch = talks.draw(prompts, SamplingOptions(resolved.sampling.max_new_tokens, n=n)).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)
 
     yield make
@@ -114,7 +114,7 @@ def test_the_tokens_of_a_model_stay_and_what_the_environment_says_is_outside_the
     assert (asked, response, response.finish_reason) == ("c", "bcaeab", "stop")
     assert response.raw == "bc</s>ab</s>a</s>ab</s>eab</s>"
     assert response.environment_reward == 3
-    found = scorer(Path("rows"), scorer.checked_run.prompts, batch)
+    found = scorer(scorer.checked_run.prompts, batch)
     assert found.scores.tolist() == [3]
 
 
@@ -156,7 +156,7 @@ def test_failures_stop_the_run_or_count_as_zero(draw: Draw) -> None:
         draw(rows, [[5, END]] * 3)
     batch, _, said, scorer = draw(rows, [[5, END]] * 3, **{"rewards.errors": "zero"})
     assert totals(batch)["environment_reward"].tolist() == [1, 0, 0]
-    assert scorer(Path("rows"), scorer.checked_run.prompts, batch).errors == 2
+    assert scorer(scorer.checked_run.prompts, batch).errors == 2
     assert len(said) == 2
     assert "rows.jsonl, line 2: the environment raised KeyError: 'gone'" in said[1]
 
@@ -211,7 +211,7 @@ def test_an_environment_knows_whether_the_template_began_a_thought(tmp_path: Pat
     prompt = Prompt(tokens, {}, 1)
     episode = Episode(prompt, 7, Recorder(prompt, checked_run.codec, 999), Call(tokens))
     episode.recorder.record(episode.call, Part([5, 0], {}))
-    EnvironmentAnswers(owner, tmp_path, [episode]).step(episode)
+    EnvironmentAnswers(owner, [episode]).step(episode)
     assert asked == [{"last": False, "thinking": thinking}]
 
 

@@ -343,7 +343,7 @@ def test_each_pass_over_the_prompts_has_an_order_that_is_made_once(run: Run, mon
     seeded = random.Random
     monkeypatch.setattr(random, "Random", lambda seed: made.append(seed) or seeded(seed))
     loop = run(alternating(0), seed=77)
-    drawn = [index for place in range(0, 24, 4) for index in loop.recipe._draws._indices(place, 4)]
+    drawn = [index for _ in range(6) for (_, _, index), _ in loop.recipe._draws._mixture.take(4)]
     first, second = drawn[:12], drawn[12:]
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second

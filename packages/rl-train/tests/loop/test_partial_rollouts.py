@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
 from rl_train.cli.commands import app
+from rl_train.data.mixture import Mixture
 from rl_train.data.prompts import Prompt, read_prompts
 from rl_train.engines import EngineOnRanks, Native, NativeEngine
 from rl_train.loop.partial_rollouts import PartialRollouts
@@ -32,9 +35,9 @@ def partial_rollouts(
 ) -> PartialRollouts:
     rollouts = SimpleNamespace(staleness=options.pop("staleness"), partial=options.pop("partial"))
     known = {"seed": 1, "samples": SAMPLES, "prompts": Path(), "sampling": SamplingOptions(LONGEST), "steps": 7}
-    run: Any = SimpleNamespace(
-        options=SimpleNamespace(rollouts=rollouts, **known | options), prompts=prompts, stop_ids=stop_ids
-    )
+    known["data"] = SimpleNamespace(curriculum=None)
+    run: Any = SimpleNamespace(options=SimpleNamespace(rollouts=rollouts, **known | options), stop_ids=stop_ids)
+    run.mixture = partial(Mixture.of_rows, prompts, seed=1)
     return PartialRollouts(run, engine, None, None)  # type: ignore[arg-type]
 
 
@@ -83,7 +86,7 @@ def test_every_token_is_learned_once_and_in_time(
         return partial_rollouts(engine, prompts, staleness=staleness, prompts_per_step=prompts_per_step, partial=part)
 
     draws, learned, tokens = made(), list[int](), 0
-    order = [prompts[index].line for index in draws._indices(0, 200)]
+    order = [prompt.line for _, prompt in Mixture.of_rows(prompts, seed=1).take(200)]
     for step in range(1, 8):
         taken = [draws.take(step)]
         if more := chance.choice([0, 0, prompts_per_step]):
@@ -108,7 +111,7 @@ def test_every_token_is_learned_once_and_in_time(
             draws = made()
             draws.resume(json.loads(json.dumps(state.to_json())), tmp_path, step)
             remaining = (7 - step) * prompts_per_step
-            state = type(state)(state.position, state.ahead[:remaining])
+            state = replace(state, ahead=state.ahead[:remaining])
             assert draws.state.to_json() == state.to_json()
             for draw, before in zip(draws.state.ahead, state.ahead, strict=True):
                 assert draw.responses.result().tokens.tolist() == before.responses.result().tokens.tolist()

@@ -10,7 +10,8 @@ import pytest
 from rl_models import Actor
 from rl_models.api import WholeBatches
 from rl_train.data.codec import TextCodec
-from rl_train.data.examples import NONE, read_examples, whole
+from rl_train.data.examples import NONE, ExampleReader, whole
+from rl_train.data.mixture import read_sources
 from rl_train.data.prompts import read_prompts
 from rl_train.engines import NativeEngine
 from rl_train.loop.checked_run import CheckedRun, check_run
@@ -108,7 +109,7 @@ def test_the_best_responses_are_rows_to_learn_from(loop: Callable[..., Loop], tm
     run.run()
     best = parquet.read_table(run.options.out / "rollouts", filters=[("reward", ">", 1)])
     parquet.write_table(best, tmp_path / "best.parquet")
-    examples = read_examples(tmp_path / "best.parquet", run.options.model, whole)
+    examples, _ = read_sources(ExampleReader(run.options.model, reader=whole), [tmp_path / "best.parquet"])
     kept = [row for row in rows_of(run.options.out) if row["reward"] > 1]
     assert 0 < len(kept) == len(examples) < SAMPLES * PROMPTS
     for row, example in zip(kept, examples, strict=True):
@@ -119,8 +120,9 @@ def test_the_best_responses_are_rows_to_learn_from(loop: Callable[..., Loop], tm
 
 @pytest.mark.parametrize("mask", [[1, 0], "110", [0, 1, 2]])
 def test_a_mask_that_does_not_fit_is_refused(model: Path, tmp_path: Path, mask: Any) -> None:
+    reader = ExampleReader(model, reader=whole)
     with pytest.raises(ValueError, match=r'line 1: "mask" must be a list of true and false for each of the 3 tokens'):
-        read_examples(tmp_path / "rows.jsonl", model, whole, rows=[{"tokens": [5, 6, 7], "mask": mask}])
+        read_sources(reader, [tmp_path / "rows.jsonl"], [{"tokens": [5, 6, 7], "mask": mask}])
 
 
 def test_without_pyarrow_the_run_is_refused_before_it_starts(

@@ -64,6 +64,7 @@ def evaluate(**arguments: Any) -> None:
 
 def _draw(options: GenerateOptions) -> dict[str, float]:
     """Draw responses, write their records, and return their metrics."""
+    from rl_train.data.mixture import split_sources
     from rl_train.loop.draw_run import draw
     from rl_train.loop.score import open_result
     from rl_train.report.terminal import Display
@@ -71,7 +72,7 @@ def _draw(options: GenerateOptions) -> dict[str, float]:
     evaluates = isinstance(options, EvaluateOptions)
     result: Any = nullcontext(None if evaluates else sys.stdout)
     if options.out is not None:
-        inputs = [path for path in (options.model, options.prompts) if path is not None]
+        inputs = [options.model, *(() if options.prompts is None else split_sources(options.prompts))]
         result = open_result(options.out, *inputs, keys={"line", "prompt", "response"})
     with result as file, Display(1) as display:
 

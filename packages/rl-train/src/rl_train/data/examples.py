@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rl_train.data.codec import TextCodec
 from rl_train.data.images import is_seen
-from rl_train.data.prompts import read_rows, require_ids, vocabulary_size
+from rl_train.data.prompts import RowReader, require_ids
 from rl_train.data.sources import place
 
 # The fields of a row that hold a text, the messages of a chat, or token ids.
@@ -29,11 +29,12 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """One row: its sequences (the preferred one of a pair first), the whole row, and the number of the row, from 1."""
+    """One row: its sequences (the preferred one of a pair first), the whole row, its number from 1, and source."""
 
     sequences: tuple[Learned, ...]
     row: Mapping[str, Any]
     line: int
+    source: Path
 
     @property
     def tokens(self) -> list[Learned]:
@@ -50,40 +51,31 @@ class Example:
 Reader = Callable[[Mapping[str, Any], TextCodec], tuple[Learned, ...]]
 
 
-def read_examples(
-    path: Path,
-    model: Path,
-    reader: Reader,
-    *,
-    system_prompt: str | None = None,
-    columns: str = "",
-    rows: Iterable[Any] | None = None,
-) -> list[Example]:
-    """Read the rows of a source; see `read_prompts` for sources and arguments.
+@dataclass(frozen=True)
+class ExampleReader(RowReader):
+    """Reads examples.
 
-    Args:
-        path, model, system_prompt, columns, rows: As for `read_prompts`.
+    Attributes:
         reader: One of `whole`, `pair`, `judged`, `labelled` and `steps`.
-
-    Raises:
-        ValueError: As for `read_prompts`; or a row learns nothing.
     """
-    codec, size, examples = TextCodec(model, system_prompt), vocabulary_size(model), list[Example]()
-    for number, row in read_rows(path, codec, columns, FIELDS, rows):
+
+    kinds: ClassVar[Set[str]] = FIELDS
+
+    reader: Reader = field(kw_only=True)
+
+    def read(self, source: Path, number: int, row: Any) -> Example:
+        """Return the example of a row; ValueError, which names the row, for a wrong one, or one that learns nothing."""
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"expected an object, got {type(row).__name__}")
-            sequences = reader(row, codec)
+            sequences = self.reader(row, self._codec)
             for tokens, labels in sequences:
-                require_ids(tokens, size)
+                require_ids(tokens, self._vocab_size)
                 if all(label == NONE for label in labels[1:]):
                     raise ValueError("no token of the row is learned; give an answer of the assistant, or a completion")
         except ValueError as error:
-            raise ValueError(f"{place(path, number)}: {error}") from None
-        examples.append(Example(sequences, row, number))
-    if not examples:
-        raise ValueError(f"{path} has no lines; write at least one row into it")
-    return examples
+            raise ValueError(f"{place(source, number)}: {error}") from None
+        return Example(sequences, row, number, source)
 
 
 def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt import Checkpoint
 from rl_train.data.chat import name_of
 from rl_train.data.codec import TextCodec, whole
 from rl_train.data.images import ImageChat, is_seen
+from rl_train.data.mixture import Key, read_sources
 from rl_train.data.sources import (
     Row,
     csv_rows,
@@ -35,10 +38,10 @@ _JSON_TEXT = re.compile(r"""\s*\[?\s*\{(?=.*["'](role|name)["'])""", re.DOTALL)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a file: at least one token id, the whole row, and the number of the line or row, from 1.
+    """One row of a source: at least one token id, the whole row, and the number of the line or row, from 1.
 
     `chat` is a chat with images, which `load_images` loads; None without images. `teacher` are the tokens of the
-    teacher's prompt, where it has one.
+    teacher's prompt, where it has one. `source` is the file, and `key` the place in a `Mixture` that has drawn the row.
     """
 
     tokens: list[int]
@@ -46,18 +49,71 @@ class Prompt:
     line: int
     chat: ImageChat | None = None
     teacher: list[int] | None = None
+    source: Path = Path("rows")
+    key: Key = (0, 0, 0)
+
+    @property
+    def place(self) -> str:
+        """Return the text that names the row in errors."""
+        return place(self.source, self.line)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads rows for a model; a subclass has a method `read`, as a `Reader` has.
+
+    Attributes:
+        model: The checkpoint folder, for its vocabulary and tokenizer.
+        system_prompt, tools: See `TextCodec`.
+        columns: See `rl_train.data.sources.parse_columns`.
+    """
+
+    # The fields that hold what a model reads.
+    kinds: ClassVar[Set[str]] = KINDS
+
+    model: Path
+    system_prompt: str | None = None
+    columns: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @cached_property
+    def _codec(self) -> TextCodec:
+        return TextCodec(self.model, self.system_prompt, self.tools)
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        return vocabulary_size(self.model)
+
+    def rows(self, source: Path, rows: Iterable[Any] | None = None, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield the number and the fields of each row; see `read_rows`."""
+        return read_rows(source, self._codec, self.columns, self.kinds, rows, start)
+
+
+@dataclass(frozen=True)
+class PromptReader(RowReader):
+    """Reads prompts.
+
+    Attributes:
+        teacher: The column with the teacher's prompt, of the same kind as the row's prompt.
+    """
+
+    teacher: str | None = None
+
+    def read(self, source: Path, number: int, row: Any) -> Prompt:
+        """Return the prompt of a row; ValueError, which names the row, for a wrong one."""
+        try:
+            tokens, row, chat = _parse(row, self._codec, source if source.is_dir() else source.parent)
+            of_teacher = (
+                None if self.teacher is None else _parse_teacher(row, self.teacher, self._codec, seen=chat is not None)
+            )
+            require_ids((*tokens, *(of_teacher or ())), self._vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{place(source, number)}: {error}") from None
+        return Prompt(tokens, row, number, chat, of_teacher, source)
 
 
 def read_prompts(
-    path: Path,
-    model: Path,
-    max_tokens: int | None,
-    *,
-    system_prompt: str | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-    columns: str = "",
-    teacher: str | None = None,
-    rows: Iterable[Any] | None = None,
+    path: Path, model: Path, max_tokens: int | None, *, rows: Iterable[Any] | None = None, **options: Any
 ) -> list[Prompt]:
     """Read the rows of a source: `.jsonl`, `.parquet` or `.csv` files, a folder of `datasets`, an environment, a hub.
 
@@ -65,49 +121,39 @@ def read_prompts(
         path: The file or folder, or the name of the environment.
         model: The checkpoint folder, for its vocabulary and tokenizer.
         max_tokens: Maximum number of tokens in a row; None for no maximum.
-        system_prompt, tools: See `TextCodec`.
-        columns: See `rl_train.data.sources.parse_columns`.
-        teacher: The column with the teacher's prompt, of the same kind as the row's prompt.
         rows: Mappings that replace the file, see `python_rows`; errors name them by `path`.
+        **options: Other attributes of `PromptReader`.
 
     Raises:
         ValueError: The source cannot be read or has no rows; or a row is wrong, has ids outside the vocabulary, or has
             too many tokens: the error names the row.
     """
-    vocab_size = vocabulary_size(model)
-    codec = TextCodec(model, system_prompt, tools)
-    prompts = []
-    for number, row in read_rows(path, codec, columns, KINDS, rows):
-        try:
-            tokens, row, chat = _parse(row, codec, path if path.is_dir() else path.parent)
-            of_teacher = None if teacher is None else _parse_teacher(row, teacher, codec, seen=chat is not None)
-            require_ids((*tokens, *(of_teacher or ())), vocab_size)
-            if max_tokens is not None and len(tokens) > max_tokens:
-                fix = "give a larger --max-tokens, or shorten the row"
-                raise ValueError(f"{len(tokens)} tokens are more than --max-tokens {max_tokens}; {fix}")
-        except ValueError as error:
-            raise ValueError(f"{place(path, number)}: {error}") from None
-        prompts.append(Prompt(tokens, row, number, chat, of_teacher))
-    if not prompts:
-        raise ValueError(f"{path} has no lines; write at least one prompt into it")
+    prompts, _ = read_sources(PromptReader(model, **options), [path], rows)
+    for prompt in prompts:
+        if max_tokens is not None and len(prompt.tokens) > max_tokens:
+            fix = "give a larger --max-tokens, or shorten the row"
+            raise ValueError(
+                f"{prompt.place}: {len(prompt.tokens)} tokens are more than --max-tokens {max_tokens}; {fix}"
+            )
     return prompts
 
 
 def read_rows(
-    path: Path, codec: TextCodec, columns: str, kinds: Set[str], rows: Iterable[Any] | None
+    path: Path, codec: TextCodec, columns: str, kinds: Set[str], rows: Iterable[Any] | None, start: int = 0
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the fields of each row; see `read_prompts` for the arguments.
+    """Yield the number and the fields of each row; see `read_prompts` for the sources.
 
     Args:
         path, columns, rows: The source.
         codec: The tokenizer.
         kinds: The fields that hold what a model reads; `columns` may give one of them in place of the others.
+        start: The number of rows before the first one.
 
     Raises:
         ValueError: The source or a row cannot be read; the error names the row.
     """
     fields = parse_columns(columns)
-    for number, source_row in _rows_of(path, codec) if rows is None else python_rows(rows):
+    for number, source_row in _rows_of(path, codec, start) if rows is None else python_rows(rows):
         try:
             row = parse_json(source_row) if isinstance(source_row, bytes) else source_row
             if isinstance(row, Mapping):
@@ -135,8 +181,14 @@ def require_ids(tokens: Iterable[int], vocab_size: int) -> None:
         raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
 
 
-def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
-    """Yield the rows of an environment, a file or a folder; rows of JSON lines are bytes."""
+def _rows_of(path: Path, codec: TextCodec, start: int = 0) -> Iterator[Row]:
+    """Yield the rows of a source after the first `start` ones; rows of JSON lines are bytes."""
+    if path.suffix == ".parquet" and path.is_file():
+        return parquet_rows(path, start)
+    return islice(_all_rows_of(path, codec), start, None)
+
+
+def _all_rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
     for source in (reasoning_gym, verifiers):
         if str(path).startswith(source.PREFIX):
             return enumerate(source.rows(str(path), "messages" if codec.chats else "text"), 1)
@@ -149,7 +201,7 @@ def _rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
             f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, or data "
             "on a hub as organisation/name:FILES"
         )
-    return {".parquet": parquet_rows, ".csv": csv_rows}.get(path.suffix, json_lines)(path)
+    return (csv_rows if path.suffix == ".csv" else json_lines)(path)
 
 
 def vocabulary_size(folder: Path) -> int:

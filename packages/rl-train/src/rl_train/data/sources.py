@@ -5,7 +5,9 @@ A source that cannot be read, or needs a library that is not installed, raises a
 
 from __future__ import annotations
 
+import bisect
 import csv
+import itertools
 import json
 import os
 import re
@@ -48,11 +50,11 @@ def _plain(value: Any) -> Any:
 def json_lines(path: Path) -> Iterator[Row]:
     """Yield the non-blank lines with their numbers."""
     try:
-        data = path.read_bytes()
+        # Only "\n" ends a line of bytes: JSON allows the other line separators of Unicode inside a string.
+        with open(path, "rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    # Only "\n" ends a line: JSON allows the other line separators of Unicode inside a string.
-    return ((number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip())
 
 
 def read_json(file: Path) -> Any:
@@ -75,16 +77,24 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("not valid JSON: lists and objects are nested too deeply; flatten them") from None
 
 
-def parquet_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, some thousands in memory at a time."""
+def parquet_rows(path: Path, start: int = 0) -> Iterator[Row]:
+    """Yield the rows of a Parquet file after the first `start` ones, some thousands in memory at a time.
+
+    Groups of rows that lie before `start` are not read.
+    """
     try:
         from pyarrow import ArrowException, parquet  # of the extra `datasets`
     except ImportError:
         raise ValueError(f"{path} needs pyarrow; {_INSTALL}") from None
     try:
         with parquet.ParquetFile(path) as file:
-            rows = (row for record_batch in file.iter_batches(4096) for row in record_batch.to_pylist())
-            yield from enumerate(rows, 1)
+            sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            ends = list(itertools.accumulate(sizes))
+            first = bisect.bisect_right(ends, start)
+            batches = file.iter_batches(4096, row_groups=range(first, len(ends)))
+            rows = (row for record_batch in batches for row in record_batch.to_pylist())
+            number = ends[first - 1] if first else 0
+            yield from itertools.islice(enumerate(rows, number + 1), start - number, None)
     except (ArrowException, OSError) as error:
         raise ValueError(f"cannot read {path} as Parquet: {error}") from None
 

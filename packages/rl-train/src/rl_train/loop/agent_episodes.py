@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 
 from parallel_layers.module import hashed_seed
@@ -15,7 +14,6 @@ from parallel_models.generation import end_sessions
 from rl_models import Batch
 from rl_train.agents.worker import Ended, Run
 from rl_train.data.prompts import Prompt
-from rl_train.data.sources import place
 from rl_train.engines.engine_on_ranks import BatchFuture, EngineOnRanks
 from rl_train.engines.interface import RolloutEngine
 from rl_train.engines.native import NativeEngine
@@ -79,14 +77,14 @@ class AgentEpisodes:
         self.rewards.at_end(gateway.close)
         return gateway
 
-    def draw(self, file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+    def draw(self, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         """Return a future of the samples of episodes, `sampling.n` for each prompt.
 
         Raises:
             ValueError: An agent failed, and `--rewards.errors` is stop; the error names the prompt's row.
         """
         rows = [prompt for prompt in prompts for _ in range(sampling.n)]
-        episodes = None if self.rewards is None else Episodes(self, file, rows, sampling)
+        episodes = None if self.rewards is None else Episodes(self, rows, sampling)
         if episodes is not None and self.in_flight:
             episodes.begin()
         return BatchFuture(partial(self._end, rows, episodes, sampling), episodes)
@@ -131,8 +129,8 @@ class AgentEpisodes:
 class Episodes:
     """The episodes of one draw, on the rank with the agents; a `Pending`."""
 
-    def __init__(self, owner: AgentEpisodes, file: Path, rows: Sequence[Prompt], sampling: SamplingOptions) -> None:
-        self._owner, self._file, self._rows = owner, file, rows
+    def __init__(self, owner: AgentEpisodes, rows: Sequence[Prompt], sampling: SamplingOptions) -> None:
+        self._owner, self._rows = owner, rows
         self._version: int | None = None
         self._ends = list[Future[Ended]]()
         options, run = owner.checked_run.options.agents, owner.checked_run
@@ -204,7 +202,7 @@ class Episodes:
         """Say whether an agent failed; ValueError for the first failure unless failures count as 0."""
         if error is None:
             return False
-        text = f"{place(self._file, row.line)}: the agent {error}"
+        text = f"{row.place}: the agent {error}"
         if self._owner.checked_run.options.rewards.errors == "stop":
             raise ValueError(text)
         self._owner.tell(f"an agent failed, and its episode counts as 0; {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from parallel_models import SamplingOptions
@@ -19,8 +18,8 @@ from rl_train.loop.environment_turns_in_flight import EnvironmentTurnsInFlight
 from rl_train.rewards.function import Rewards
 from rl_train.trajectories.samples import with_images
 
-# (file of the prompts, prompts, sampling) -> the responses, `sampling.n` to each prompt.
-Ask = Callable[[Path, Sequence[Prompt], SamplingOptions], Future[Batch]]
+# (prompts, sampling) -> the responses, `sampling.n` to each prompt.
+Ask = Callable[[Sequence[Prompt], SamplingOptions], Future[Batch]]
 
 
 def asking(
@@ -40,7 +39,7 @@ def asking(
         kind = EnvironmentTurnsInFlight if checked_run.options.rollouts.in_flight else EnvironmentTurns
         return kind(checked_run, engine, rewards, once, tell).draw
 
-    def ask(file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+    def ask(prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         visual = load_images([prompt.chat for prompt in prompts])
         return engine.generate_async(with_images([prompt.tokens for prompt in prompts], visual), sampling)
 

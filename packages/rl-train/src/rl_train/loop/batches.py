@@ -1,10 +1,9 @@
-"""Batches in one safetensors file, the order of rows, and the mini-batches of a step."""
+"""Batches in one safetensors file, and the mini-batches of a step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from ckpt.files import replacing, room_for
 from parallel_layers.head import SamplingMask
-from parallel_layers.module import python_random
 from rl_models import Batch, VisualInputs
 
 
@@ -69,17 +67,6 @@ def _batch(tensors: Mapping[str, Tensor]) -> Batch:
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {key.removeprefix(f"{prefix}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{prefix}/")}
-
-
-def indices_of(seed: int, total: int, position: int, count: int) -> list[int]:
-    """Return the indices of `count` of `total` rows from a place in the run on; each pass has its own order."""
-    places = [divmod(place, total) for place in range(position, position + count)]
-    return [_order(seed, epoch, total)[place] for epoch, place in places]
-
-
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, total: int) -> list[int]:
-    return python_random(seed, epoch).sample(range(total), total)
 
 
 def mini_batches(num_drawn: int, num_wanted: int, size: int) -> list[tuple[int, int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from parallel_models.engine import checkpoint_folder, max_positions
 from rl_models import Actor
 from rl_train.cluster.launch import Devices
 from rl_train.data.codec import TextCodec
-from rl_train.data.examples import Example, read_examples
+from rl_train.data.examples import Example, ExampleReader
+from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
 from rl_train.data.prompts import vocabulary_size
 from rl_train.data.sources import place
 from rl_train.loop.checked_models import check_model, check_reference, summary
@@ -43,17 +45,24 @@ class CheckedExamples:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[str] = ()
 
+    def mixture(self) -> Mixture[Example]:
+        """Return the rows in the order of the run."""
+        options = self.options
+        return mixture_of(options.dataset, options.data, options.seed, self.examples, _RunExamples(options))
+
     def describe(self) -> dict[str, Any]:
         """Return the run as JSON values: every resolved option, and the values derived from the options."""
         sequences = [sequence for example in self.examples for sequence in example.sequences]
         return self.options.to_json() | {
             "ranks": self.options.grid.world_size,
-            "number_of_rows": len(self.examples),
+            "number_of_rows": "not counted" if self.options.data.shuffle_buffer else len(self.examples),
             "number_of_eval_rows": len(self.eval_examples),
             "number_of_dropped_rows": self.dropped,
             "learned_tokens": sum(label >= 0 for _, labels in sequences for label in labels),
             "longest_sequence": max(example.longest for example in self.examples),
-            "passes_over_rows": round(self.options.steps * self.options.batch_size / len(self.examples), 3),
+            "passes_over_rows": "not counted"
+            if self.options.data.shuffle_buffer
+            else round(self.options.steps * self.options.batch_size / len(self.examples), 3),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -86,41 +95,62 @@ def check_examples(
         update={name: folder and Path(checkpoint_folder(folder)) for name, folder in folders.items()}
     )
     checkpoint, objective = Checkpoint(options.model), OBJECTIVES[options.learned]
-    limits = {"--max-tokens": options.max_tokens, "the model's positions": max_positions(checkpoint)}
-    limit, of = min((limit, name) for name, limit in limits.items() if limit is not None)
-    files = {"dataset": options.dataset, "evaluation.dataset": options.evaluation.dataset}
-    fitting, dropped = dict[str, list[Example]](), 0
-    for (name, file), given_rows in zip(files.items(), (rows, eval_rows), strict=True):
-        if file is None:
-            continue
-        examples = read_examples(
-            file,
-            options.model,
-            objective.read,
-            system_prompt=options.data.system_prompt,
-            columns=options.data.columns,
-            rows=given_rows,
-        )
-        # A reward model reads a token more.
-        fitting[name] = [row for row in examples if row.longest + (objective.kind is not Actor) <= limit]
-        long = next((row for row in examples if row.longest + (objective.kind is not Actor) > limit), None)
-        if long is not None and (options.data.long_prompts == "refuse" or not fitting[name]):
-            raise ValueError(
-                f"{place(file, long.line)}: {long.longest} tokens are more than {of}, {limit}; shorten the row, give a "
-                "larger --max-tokens where the model has the positions, or drop such rows by --data.long-prompts drop"
-            )
-        dropped += len(examples) - len(fitting[name])
-    longest = max(row.longest for examples in fitting.values() for row in examples)
+    reader, window = _RunExamples(options), options.data.shuffle_buffer
+    check_mixture(options.dataset, options.data, rows)
+    sources = split_sources(options.dataset)
+    examples, dropped = read_sources(reader, sources if rows is None else [options.dataset], rows, window)
+    eval_examples, eval_file = list[Example](), options.evaluation.dataset
+    if eval_file is not None:
+        eval_sources = split_sources(eval_file) if eval_rows is None else [eval_file]
+        eval_examples, eval_dropped = read_sources(reader, eval_sources, eval_rows)
+        dropped += eval_dropped
+    longest = reader.limit[0] if window else max(row.longest for row in (*examples, *eval_examples))
     Devices.find(options.device).require(options.grid.world_size)
     check_model(options, objective.kind.role, checkpoint, options.grid, longest)
     if objective.reference:
         check_reference(options, Checkpoint(options.reference_folder or options.model), options.grid, longest)
     if isinstance(options, DistillOptions):
         _check_teacher(options)
-    inputs = inputs_of(options, fitting)
+    training_inputs: Sequence[Example | Path] = sources if window else examples
+    inputs = inputs_of(options, {"dataset": training_inputs, "evaluation.dataset": eval_examples})
     changes = changed_inputs(options_as_given, inputs)
-    eval_examples = fitting.get("evaluation.dataset", [])
-    return CheckedExamples(options, fitting["dataset"], eval_examples, dropped, options_as_given, inputs, changes)
+    return CheckedExamples(options, examples, eval_examples, dropped, options_as_given, inputs, changes)
+
+
+@dataclass(frozen=True)
+class _RunExamples:
+    """Reads the rows of a run, which must fit its options and the model's positions."""
+
+    options: FileOptions
+
+    @cached_property
+    def _reader(self) -> ExampleReader:
+        options, data = self.options, self.options.data
+        return ExampleReader(options.model, data.system_prompt, data.columns, reader=OBJECTIVES[options.learned].read)
+
+    @cached_property
+    def limit(self) -> tuple[int, str]:
+        """Return the maximum number of tokens of a sequence, and what limits it."""
+        limits = {"--max-tokens": self.options.max_tokens}
+        limits["the model's positions"] = max_positions(Checkpoint(self.options.model)) or self.options.max_tokens
+        return min((limit, name) for name, limit in limits.items())
+
+    def rows(self, source: Path, rows: Iterable[Any] | None = None, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """See `Reader`."""
+        return self._reader.rows(source, rows, start)
+
+    def read(self, source: Path, number: int, row: Any) -> Example | None:
+        """See `Reader`."""
+        example, (limit, of) = self._reader.read(source, number, row), self.limit
+        # A reward model reads a token more.
+        if example.longest + (OBJECTIVES[self.options.learned].kind is not Actor) <= limit:
+            return example
+        if self.options.data.long_prompts == "refuse":
+            raise ValueError(
+                f"{place(source, number)}: {example.longest} tokens are more than {of}, {limit}; shorten the row, give "
+                "a larger --max-tokens where the model has the positions, or drop such rows by --data.long-prompts drop"
+            )
+        return None
 
 
 def _check_teacher(options: DistillOptions) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,9 @@ from rl_train.agents.pool import Agents
 from rl_train.cluster.launch import Devices
 from rl_train.cluster.resources import import_ray
 from rl_train.data.codec import TextCodec
-from rl_train.data.prompts import Prompt, read_prompts, vocabulary_size
-from rl_train.data.sources import place, read_json
+from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
+from rl_train.data.prompts import Prompt, PromptReader, vocabulary_size
+from rl_train.data.sources import read_json
 from rl_train.engines.custom_engine import engine_of
 from rl_train.engines.json_client import JsonClient
 from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
@@ -48,6 +49,7 @@ _SHOWN += ["responses_per_step", "updates_per_step", "longest_sequence", "stop_i
 class CheckedRun:
     """The options, the prompts and the facts of a run that has been checked.
 
+    `prompts` are all prompts; with `--data.shuffle-buffer` those that were read for the check. `mixture` has the order.
     `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
     number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
     of prompts that were too long (`--data.long-prompts drop`). `tools` are the JSON schemas of the environment's tools.
@@ -72,6 +74,12 @@ class CheckedRun:
         """Return the tokenizer of the policy, with the tools of the environment."""
         return TextCodec(self.options.model, self.options.data.system_prompt, self.tools)
 
+    def mixture(self) -> Mixture[Prompt]:
+        """Return the prompts in the order of the run."""
+        options = self.options
+        reader = _RunPrompts(options, self.positions, self.tools, options.teacher.prompts)
+        return mixture_of(options.prompts, options.data, options.seed, self.prompts, reader)
+
     @property
     def longest(self) -> int:
         """Return the number of tokens of the longest prompt with the longest response."""
@@ -94,7 +102,7 @@ class CheckedRun:
             "reference": str(reference or base) if options.has_reference else None,
             "ranks": options.grid.world_size,
             "source": options.rule.source,
-            "number_of_prompts": len(self.prompts),
+            "number_of_prompts": "not counted" if options.data.shuffle_buffer else len(self.prompts),
             "number_of_eval_prompts": len(self.eval_prompts),
             "number_of_dropped_prompts": self.dropped,
             "responses_per_step": options.batch,
@@ -102,7 +110,9 @@ class CheckedRun:
             "longest_sequence": self.longest,
             "positions": self.positions,
             "cache_bytes": self.cache,
-            "passes_over_prompts": round(options.steps * options.prompts_per_step / len(self.prompts), 3),
+            "passes_over_prompts": "not counted"
+            if options.data.shuffle_buffer
+            else round(options.steps * options.prompts_per_step / len(self.prompts), 3),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -113,30 +123,26 @@ class CheckedRun:
 
 
 @dataclass(frozen=True)
-class _PromptFiles:
-    """Reads the prompts of a run, which must fit its options, the model's positions and its environment's tools."""
+class _RunPrompts:
+    """Reads the prompts of a run, which must fit its options, the model's positions and its environment's tools.
+
+    `teacher` is the column of the teacher's prompts.
+    """
 
     options: TrainOptions
     positions: int | None
-    tools: list[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    teacher: str | None = None
 
-    def read(self, file: Path, rows: Iterable[Any] | None, teacher: str | None = None) -> tuple[list[Prompt], int]:
-        """Return the prompts of a file, or of rows in its place, and the number of prompts that were too long.
-
-        `teacher` is the column of the teacher's prompts.
-        """
+    @cached_property
+    def _reader(self) -> PromptReader:
         options = self.options
-        prompts = read_prompts(
-            file,
-            options.model,
-            None,
-            system_prompt=options.data.system_prompt,
-            tools=self.tools,
-            columns=options.data.columns,
-            teacher=teacher,
-            rows=rows,
-        )
-        self._check_chats(file, prompts)
+        return PromptReader(options.model, options.data.system_prompt, options.data.columns, self.tools, self.teacher)
+
+    @cached_property
+    def _limit(self) -> tuple[int, str]:
+        """Return the maximum number of tokens of a prompt, and what limits it."""
+        options = self.options
         room = options.max_tokens - options.sampling.max_new_tokens
         drop = "drop such prompts by --data.long-prompts drop"
         arithmetic = f"{options.max_tokens} - {options.sampling.max_new_tokens} = {room}"
@@ -144,40 +150,51 @@ class _PromptFiles:
         if self.positions is not None:
             positions = f"the model's {self.positions} positions (max_position_embeddings in its config.json)"
             limits.append((self.positions, f"{positions}; shorten the prompt, {drop}, or take another model"))
-        limit, text = min(limits)
-        lengths = [max(len(prompt.tokens), len(prompt.teacher or ())) for prompt in prompts]
-        fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
-        if options.data.long_prompts == "refuse" and len(fitting) < len(prompts):
-            too_long, length = next(pair for pair in zip(prompts, lengths, strict=True) if pair[1] > limit)
-            raise ValueError(f"{place(file, too_long.line)}: {length} tokens are more than {text}")
-        if not fitting:
-            raise ValueError(f"{file}: all {len(prompts)} prompts have more than {limit} tokens; nothing is left")
-        return fitting, len(prompts) - len(fitting)
+        return min(limits)
 
-    def _check_chats(self, file: Path, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for options of chats without chats, and for videos that the engine cannot take."""
+    def rows(self, source: Path, rows: Iterable[Any] | None = None, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """See `Reader`."""
+        return self._reader.rows(source, rows, start)
+
+    def read(self, source: Path, number: int, row: Any) -> Prompt | None:
+        """See `Reader`."""
+        prompt, (limit, text) = self._reader.read(source, number, row), self._limit
+        self._check_chat(prompt)
+        if (length := max(len(prompt.tokens), len(prompt.teacher or ()))) <= limit:
+            return prompt
+        if self.options.data.long_prompts == "refuse":
+            raise ValueError(f"{prompt.place}: {length} tokens are more than {text}")
+        return None
+
+    def read_all(self, sources: Path, rows: Iterable[Any] | None, window: int = 0) -> tuple[list[Prompt], int]:
+        """Return the prompts of sources, see `read_sources`."""
+        prompts, dropped = read_sources(self, split_sources(sources) if rows is None else [sources], rows, window)
+        if self.options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in prompts):
+            raise ValueError(f'system_prompt is for chats, but {sources} has no "messages"; leave the option out')
+        return prompts, dropped
+
+    def _check_chat(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt that the environment, or images that the engine, cannot take."""
         options = self.options
-        if options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in prompts):
-            raise ValueError(f'system_prompt is for chats, but {file} has no "messages"; leave the option out')
-        for prompt in prompts:
-            if options.converses and "messages" not in prompt.row:
-                raise ValueError(f'{place(file, prompt.line)}: {options.environment} is for chats; give "messages"')
-            if options.rollouts.engine == "vllm" and prompt.chat is not None and prompt.chat.has_videos:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: the messages have a video, and --rollouts vllm takes images alone; "
-                    "use --rollouts native, or leave the video out"
-                )
-            if options.rollouts.has_server and prompt.chat is not None:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: the messages have an image, which does not go over HTTP; use "
-                    "--rollouts vllm or native"
-                )
-            apart = options.rollouts.engine == "native" and options.rollouts.devices is not None
-            if apart and prompt.chat is not None:
-                raise ValueError(
-                    f"{place(file, prompt.line)}: the messages have an image, and native engines on --rollouts.devices "
-                    "compute text alone; leave --rollouts.devices out, so that the policy itself draws, or take vLLM"
-                )
+        if options.converses and "messages" not in prompt.row:
+            raise ValueError(f'{prompt.place}: {options.environment} is for chats; give "messages"')
+        if prompt.chat is None:
+            return
+        if options.rollouts.engine == "vllm" and prompt.chat.has_videos:
+            raise ValueError(
+                f"{prompt.place}: the messages have a video, and --rollouts vllm takes images alone; use --rollouts "
+                "native, or leave the video out"
+            )
+        if options.rollouts.has_server:
+            raise ValueError(
+                f"{prompt.place}: the messages have an image, which does not go over HTTP; use --rollouts "
+                "vllm or native"
+            )
+        if options.rollouts.engine == "native" and options.rollouts.devices is not None:
+            raise ValueError(
+                f"{prompt.place}: the messages have an image, and native engines on --rollouts.devices compute text "
+                "alone; leave --rollouts.devices out, so that the policy itself draws, or take vLLM"
+            )
 
 
 def check_run(
@@ -214,13 +231,13 @@ def check_run(
     if options.runs_agents:
         require_gateway()
         Agents(options, workers=1).close()
-    files = _PromptFiles(options, positions, tools)
-    prompts, dropped = files.read(options.prompts, rows, options.teacher.prompts)
-    eval_file = options.evaluation.prompts
-    eval_prompts, eval_dropped = ([], 0) if eval_file is None else files.read(eval_file, eval_rows)
+    check_mixture(options.prompts, options.data, rows)
+    reader, window = _RunPrompts(options, positions, tools, options.teacher.prompts), options.data.shuffle_buffer
+    prompts, dropped = reader.read_all(options.prompts, rows, window)
+    eval_file, eval_reader = options.evaluation.prompts, replace(reader, teacher=None)
+    eval_prompts, eval_dropped = ([], 0) if eval_file is None else eval_reader.read_all(eval_file, eval_rows)
     check_rewards(options.reward)
-    for file, file_prompts in ((options.prompts, prompts), (eval_file, eval_prompts)):
-        check_rows(options.reward, ((place(file, prompt.line), prompt.row) for prompt in file_prompts if file))
+    check_rows(options.reward, ((prompt.place, prompt.row) for prompt in (*prompts, *eval_prompts)))
     check_loggers(options.logger)
     if options.save_rollouts:
         check_rollouts()
@@ -256,7 +273,8 @@ def check_run(
         results = [{"role": "tool", "name": tool["function"]["name"], "content": "."} for tool in tools[:1]]
         for message in ({"role": "user", "content": "."}, *results):
             TextCodec(folder, tools=tools).continuation([message], next(iter(stops), -1))
-    inputs = inputs_of(options, {"prompts": prompts, "evaluation.prompts": eval_prompts})
+    training_inputs: Sequence[Prompt | Path] = split_sources(options.prompts) if window else prompts
+    inputs = inputs_of(options, {"prompts": training_inputs, "evaluation.prompts": eval_prompts})
     changes = changed_inputs(options_as_given, inputs)
     num_dropped, schemas = dropped + eval_dropped, tuple(tools)
     return CheckedRun(
@@ -267,8 +285,8 @@ def check_run(
 def _longest(
     options: TrainOptions, prompts: Sequence[Prompt], positions: int | None, *, of_teacher: bool = False
 ) -> int:
-    """Return the number of tokens of the longest sequence; agents may use all of the model's context."""
-    if options.runs_agents:
+    """Return the number of tokens of the longest sequence; of agents, and of rows that are not read yet, the limit."""
+    if options.runs_agents or options.data.shuffle_buffer:
         return min(positions or options.max_tokens, options.max_tokens)
     lengths = (len((of_teacher and prompt.teacher) or prompt.tokens) for prompt in prompts)
     return max(lengths) + options.sampling.max_new_tokens

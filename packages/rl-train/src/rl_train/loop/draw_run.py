@@ -71,7 +71,7 @@ def _on_rank(rank: LocalRank[CheckedRun], *, scored: bool) -> dict[str, float]:
 class _Unscored(Scorer):
     """Gives every response a score of 0."""
 
-    def __call__(self, file: Path, prompts: Any, batch: Any) -> Scored:
+    def __call__(self, prompts: Any, batch: Any) -> Scored:
         """Return zeros."""
         return Scored(torch.zeros(len(prompts)), {}, 0)
 

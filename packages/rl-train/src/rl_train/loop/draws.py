@@ -7,17 +7,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rl_models import Batch
+from rl_train.data.curriculum import Curriculum
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask
-from rl_train.loop.batches import indices_of, read_batches, write_batches
+from rl_train.loop.batches import read_batches, write_batches
 from rl_train.loop.checked_run import CheckedRun
 
 # Seconds between two looks at which draws are complete.
@@ -49,14 +51,17 @@ class State:
     """The place of a run in the order of its prompts.
 
     `position` is the place of the next prompt to draw responses to. `ahead` are the responses that no step has taken.
+    `order` is the place in each source of prompts, and what the curriculum has seen.
     """
 
     position: int
     ahead: tuple[Draw, ...]
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the places as JSON values, for a training checkpoint; `save` writes the responses."""
-        return {"position": self.position, "ahead": [[draw.position, draw.version] for draw in self.ahead]}
+        ahead = [[draw.position, draw.version, [prompt.key for prompt in draw.prompts]] for draw in self.ahead]
+        return {"position": self.position, "ahead": ahead, **self.order}
 
     def save(self, training: Path, step: int, kept: Collection[int]) -> None:
         """Write the responses ahead beside the training checkpoint of a step; remove files of steps not in `kept`."""
@@ -89,25 +94,37 @@ class Draws:
         self._asks, self._once, self._of_step = ask, once, checked_run.options.prompts_per_step
         self._per_draw = self._of_step
         self._ahead: deque[Draw] = deque()
+        self._mixture, options = checked_run.mixture(), checked_run.options
+        target = options.data.curriculum
+        self._curriculum = None if target is None else Curriculum(target, options.seed)
 
     @property
     def state(self) -> State:
         """Return the state after a step."""
-        return State(self.position, tuple(self._ahead))
+        return State(self.position, tuple(self._ahead), self._order)
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """Return the place in each source, and what the curriculum has seen, as JSON values."""
+        means = {} if self._curriculum is None else {"rewards_of_prompts": self._curriculum.state}
+        return {"order": self._mixture.state, **means}
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state (of `State.to_json`) after a step; responses that were not saved are drawn again."""
         self.position = int(state["position"])
+        self._mixture.resume(state["order"])
+        if self._curriculum is not None:
+            self._curriculum.resume(state.get("rewards_of_prompts", ()))
         file = _file(training, step)
         saved = read_batches(file) if file.is_file() else {}
         self._ahead.clear()
         needed = max(0, self.checked_run.options.steps - step) * self._of_step // self._per_draw
-        for position, version in state.get("ahead", [])[:needed]:
+        for position, version, keys in state.get("ahead", [])[:needed]:
+            prompts = [replace(self._mixture.get(key), key=tuple(key)) for key in keys]
             if str(position) in saved:
-                prompts = self._prompts(position, self._per_draw)
                 self._ahead.append(Draw(position, prompts, version, done(saved[str(position)])))
             else:
-                self._ahead.append(self._ask(position, self._per_draw))
+                self._ahead.append(self._ask(position, prompts))
 
     def take(self, step: int) -> Drawn:
         """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""
@@ -121,6 +138,11 @@ class Draws:
     def more(self, count: int) -> Drawn:
         """Return responses to `count` further prompts, drawn with the weights of this moment."""
         return _drawn(self._next(count))
+
+    def observe(self, prompts: Sequence[Prompt], scores: Tensor) -> None:
+        """Tell the curriculum the scores `[prompts, n]` of the responses to prompts."""
+        if self._curriculum is not None:
+            self._curriculum.observe([prompt.key for prompt in prompts], scores.mean(1).tolist())
 
     def wait(self, version: int) -> None:
         """Wait until the engine is idle, so that one version of the weights draws all responses of a draw.
@@ -142,28 +164,24 @@ class Draws:
         return range(len(self._ahead))
 
     def _next(self, count: int) -> Draw:
-        draw = self._ask(self.position, count)
+        if self._curriculum is not None:
+            self._curriculum.begin()
+        rows = self._mixture.take(count, None if self._curriculum is None else self._curriculum.skips)
+        draw = self._ask(self.position, [replace(prompt, key=key) for key, prompt in rows])
         self.position += count
         return draw
 
-    def _ask(self, position: int, count: int) -> Draw:
+    def _ask(self, position: int, prompts: list[Prompt]) -> Draw:
         options = self.checked_run.options
-        prompts = self._prompts(position, count)
         sampling = replace(
             options.sampling,
             n=options.samples,
             stop_ids=self.checked_run.stop_ids,
             # Each batch of a run has a different seed.
-            seed=options.seed * 1_000_003 + position + count,
+            seed=options.seed * 1_000_003 + position + len(prompts),
         )
-        responses = self._asks(options.prompts, prompts, sampling)
+        responses = self._asks(prompts, sampling)
         return Draw(position, prompts, self.rollouts.version, responses)
-
-    def _prompts(self, position: int, count: int) -> list[Prompt]:
-        return [self.checked_run.prompts[index] for index in self._indices(position, count)]
-
-    def _indices(self, position: int, count: int) -> list[int]:
-        return indices_of(self.checked_run.options.seed, len(self.checked_run.prompts), position, count)
 
 
 class DrawsInFlight(Draws):

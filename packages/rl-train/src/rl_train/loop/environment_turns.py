@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from parallel_models import SamplingOptions
@@ -19,7 +18,6 @@ from parallel_models.generation import end_sessions
 from rl_models import Batch
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
-from rl_train.data.sources import place
 from rl_train.engines.engine_on_ranks import BatchFuture
 from rl_train.engines.interface import RolloutEngine
 from rl_train.environments.worker import Turn
@@ -96,7 +94,7 @@ class EnvironmentTurns:
                 episodes.append(Episode(prompt, key, recorder, Call(prompt.tokens)))
         return episodes
 
-    def draw(self, file: Path, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+    def draw(self, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         """Return a future of the conversations, `sampling.n` for each prompt.
 
         The policy's own tokens are in the mask, and the engine's fields are theirs. Turns after the first are drawn
@@ -108,7 +106,7 @@ class EnvironmentTurns:
         """
         end_sessions()  # what is cached depends on this draw alone, also in a run that is resumed
         episodes = self.begin(prompts, sampling)
-        answers = EnvironmentAnswers(self, file, episodes)
+        answers = EnvironmentAnswers(self, episodes)
         begins = self.once(answers.begin)
         for episode, tokens in zip(episodes, begins, strict=True):
             episode.call = Call(tokens or episode.prompt.tokens)
@@ -154,12 +152,10 @@ class EnvironmentAnswers:
 
     Attributes:
         owner: The options, the tokenizer and the environments.
-        file: The file of the prompts, for errors.
         episodes: The episodes.
     """
 
     owner: EnvironmentTurns
-    file: Path
     episodes: list[Episode]
     _steps: dict[Future[Turn], Episode] = field(default_factory=dict)
 
@@ -176,13 +172,13 @@ class EnvironmentAnswers:
             return None
         if prompt.chat is not None:
             raise ValueError(
-                f"{self._place(episode)}: the environment begins with messages, which would replace "
+                f"{episode.prompt.place}: the environment begins with messages, which would replace "
                 "a prompt with images; return no messages from reset() there"
             )
         call = self._call(episode, turn.messages, episode.recorder.chat)
         if call is not None and len(call.tokens) >= episode.sample.limit:
             raise ValueError(
-                f"{self._place(episode)}: the environment begins with {len(call.tokens)} tokens, which leave no room "
+                f"{episode.prompt.place}: the environment begins with {len(call.tokens)} tokens, which leave no room "
                 f"for a response: the prompt of the row has {len(prompt.tokens)} and --max-new-tokens is "
                 f"{self.owner.checked_run.options.sampling.max_new_tokens}"
             )
@@ -247,7 +243,7 @@ class EnvironmentAnswers:
         """Say whether an environment failed; ValueError for the first failure unless failures count as 0."""
         if error is None:
             return False
-        text = f"{self._place(episode)}: the environment {error}"
+        text = f"{episode.prompt.place}: the environment {error}"
         if self.owner.checked_run.options.rewards.errors == "stop":
             raise ValueError(text)
         self.owner.tell(f"an environment failed, and its conversation counts as 0; {text}")
@@ -261,6 +257,3 @@ class EnvironmentAnswers:
             if self._fails(episode, f"said {list(messages)!r:.200}; {error}"):
                 episode.failed = True
             return None
-
-    def _place(self, episode: Episode) -> str:
-        return place(self.file, episode.prompt.line)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
@@ -33,11 +32,11 @@ class EnvironmentTurnsInFlight(EnvironmentTurns):
 
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "episodes"))
 
-    def draw(self, file: Path, prompts: list[Prompt], sampling: SamplingOptions) -> Future[Batch]:  # type: ignore[override]
+    def draw(self, prompts: list[Prompt], sampling: SamplingOptions) -> Future[Batch]:  # type: ignore[override]
         """See `EnvironmentTurns`; the episodes begin at once, and the future waits for their end."""
         episodes = self.begin(prompts, sampling)
         engine = cast(EngineOnRanks, self.engine)
-        turns = None if self.rewards is None else TurnsInFlight(self, file, episodes, sampling, engine.pool)
+        turns = None if self.rewards is None else TurnsInFlight(self, episodes, sampling, engine.pool)
         return BatchFuture(partial(self._end, episodes, turns, engine), turns)
 
     def _end(
@@ -67,14 +66,13 @@ class TurnsInFlight:
     def __init__(
         self,
         owner: EnvironmentTurnsInFlight,
-        file: Path,
         episodes: list[Episode],
         sampling: SamplingOptions,
         pool: InFlightPool,
     ) -> None:
         self._messages = list[str]()
         # A message goes to the terminal from the thread of the run alone.
-        self._answers = EnvironmentAnswers(replace(owner, tell=self._messages.append), file, episodes)
+        self._answers = EnvironmentAnswers(replace(owner, tell=self._messages.append), episodes)
         self._owner, self._sampling, self._pool, self._episodes = owner, sampling, pool, episodes
         # The turns in flight by the number of the episode, and the first ones, which have the oldest version.
         self._turns, self._first = dict[int, Drawing](), list[Drawing]()

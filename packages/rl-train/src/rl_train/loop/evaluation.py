@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_models import SamplingOptions
+from rl_train.data.mixture import by_source
 from rl_train.loop.asking import Ask
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.scoring import Scorer
@@ -29,7 +30,6 @@ def evaluate(
     `Scorer.records` describes, where the responses are read.
     """
     options, evaluation, prompts = checked_run.options, checked_run.options.evaluation, checked_run.eval_prompts
-    assert evaluation.prompts is not None
     sampling = SamplingOptions(
         options.sampling.max_new_tokens,
         n=evaluation.samples,
@@ -39,8 +39,8 @@ def evaluate(
         seed=options.seed,
         log_probs=False,
     )
-    batch = ask(evaluation.prompts, prompts, sampling).result()
-    scored = scorer(evaluation.prompts, [prompt for prompt in prompts for _ in range(sampling.n)], batch)
+    batch = ask(prompts, sampling).result()
+    scored = scorer([prompt for prompt in prompts for _ in range(sampling.n)], batch)
     values = {
         "reward": float(scored.scores.mean()),
         "response_length": int(batch.mask.sum()) / len(scored.scores),
@@ -49,6 +49,8 @@ def evaluate(
         **scored.describe(counts_errors=options.rewards.errors == "zero"),
     }
     scores = scored.scores.view(len(prompts), sampling.n)
+    if evaluation.prompts is not None:
+        values |= by_source(evaluation.prompts, prompts, scores)
     every = [(number, column) for number in range(len(prompts)) for column in range(sampling.n)]
     show(scorer.records(prompts, batch, scores, every))
     doubling = [2**power for power in range(1, sampling.n.bit_length())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl_models.batch import OtherPrompts
 from rl_models.calls import TEACHER_STATES, Divergence
 from rl_models.losses import LossTerms
 from rl_train.data.examples import Example
-from rl_train.loop.batches import indices_of
+from rl_train.data.mixture import Mixture, by_source
 from rl_train.loop.checked_examples import CheckedExamples
 from rl_train.loop.file_objectives import OBJECTIVES, FileObjective
 from rl_train.loop.recipe import Recipe, Tell
@@ -38,6 +38,10 @@ class FileRecipe(Recipe):
     checked_run: CheckedExamples
     model: ModelCalls
     reference: ModelCalls | None
+
+    @cached_property
+    def _mixture(self) -> Mixture[Example]:
+        return self.checked_run.mixture()
 
     @property
     def options(self) -> FileOptions:
@@ -61,12 +65,10 @@ class FileRecipe(Recipe):
 
     def collect(self, step: int) -> tuple[Batch | None, dict[str, float]]:
         """Return the rows of a step, with the log-probs or states of the reference."""
-        options, examples = self.options, self.checked_run.examples
-        position, count = (step - 1) * options.batch_size, options.batch_size
-        indices = indices_of(options.seed, len(examples), position, count)
-        batch = self._batch([examples[index] for index in indices])
-        learned = {"learned_tokens": int(batch.mask.sum()), "passes": (position + count) / len(examples)}
-        return batch, {"tokens": batch.num_tokens, **learned}
+        examples = [example for _, example in self._mixture.take(self.options.batch_size)]
+        batch = self._batch(examples)
+        values = {"tokens": batch.num_tokens, "learned_tokens": int(batch.mask.sum()), "passes": self._mixture.passes}
+        return batch, values | by_source(self.options.dataset, examples)
 
     def update(self, mini_batch: Batch) -> dict[str, float]:
         """Take one optimizer step."""
@@ -84,7 +86,7 @@ class FileRecipe(Recipe):
         return {"temperature": options.temperature, "divergence": Divergence(options.divergence, options.mixture)}
 
     def hand_over(self, step: int) -> None:
-        """End a step: the rows of the next one follow from its number."""
+        """End a step; no engine draws with the weights."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the loss of the evaluation rows, and its metrics; of a distillation the negative log-likelihood."""
@@ -106,11 +108,12 @@ class FileRecipe(Recipe):
         return (), {"headline": "loss"}
 
     def state(self, training: Path, step: int) -> dict[str, Any]:
-        """Return nothing: the rows follow from the number of the step."""
-        return {}
+        """Return the place in each source."""
+        return self._mixture.state
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
-        """Go on: the rows follow from the number of the step."""
+        """Go on with the next rows."""
+        self._mixture.resume(state)
 
     def _batch(self, examples: Sequence[Example], objective: FileObjective | None = None) -> Batch:
         """Return the batch of rows, with what the loss reads of the reference."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
+from rl_train.data.mixture import split_sources
 from rl_train.data.sources import read_json
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
 from rl_train.options.run_options import RunOptions
@@ -94,9 +96,10 @@ def _work(folder: Path) -> str:
 def _check_inputs(options: RunOptions) -> None:
     """Refuse inputs that a result or a training checkpoint would replace."""
     for name in INPUTS:
-        if name not in options.names() or (input_path := options.value(name)) is None:
+        if name not in options.names() or (paths := options.value(name)) is None:
             continue
-        for replaced in (options.out / result for result in ("critic", *options.trained, "training", BEST)):
+        results = [options.out / result for result in ("critic", *options.trained, "training", BEST)]
+        for input_path, replaced in itertools.product(split_sources(paths), results):
             if input_path.resolve().is_relative_to(replaced.resolve()):
                 raise ValueError(
                     f"{name}={input_path} is in {replaced}, which the results of this run replace; choose another out "

@@ -44,7 +44,7 @@ class PartialRollouts(DrawsInFlight):
     def state(self) -> State:
         """Return the state after a step, with responses that are not complete."""
         draws = (replace(draw, responses=done(batch_of(_group(draw).samples))) for draw in self._ahead)
-        return State(self.position, tuple(draws))
+        return State(self.position, tuple(draws), self._order)
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state after a step, with the responses as they were then."""
@@ -61,8 +61,8 @@ class PartialRollouts(DrawsInFlight):
         end_sessions()  # what is cached depends on this step alone, also in a run that is resumed
         return super().take(step)
 
-    def _ask(self, position: int, count: int) -> Draw:
-        (prompt,) = prompts = self._prompts(position, count)
+    def _ask(self, position: int, prompts: list[Prompt]) -> Draw:
+        (prompt,) = prompts
         return Draw(position, prompts, self.rollouts.version, self._begin(prompt))
 
     def _begin(self, prompt: Prompt, drawn: Batch | None = None) -> _Group:

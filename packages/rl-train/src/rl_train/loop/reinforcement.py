@@ -15,6 +15,7 @@ from ckpt.training import saved_steps
 from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_models.api import ModelCalls
+from rl_train.data.mixture import by_source, split_sources
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask, asking
 from rl_train.loop.batches import mini_batches
@@ -56,7 +57,7 @@ class Reinforcement(Recipe):
     _said_equal: bool = field(default=False, init=False)
     _sample: dict[str, str] = field(default_factory=dict, init=False)
     _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _questions: dict[int, str | None] = field(default_factory=dict, init=False)
+    _questions: dict[tuple[str | None, int], str | None] = field(default_factory=dict, init=False)
 
     @property
     def options(self) -> TrainOptions:
@@ -119,7 +120,8 @@ class Reinforcement(Recipe):
         """Return the samples every `--show-every` steps, and a response."""
         options = self.options
         shown = self._shown if options.show_every and step % options.show_every == 0 else []
-        samples = [sample | {"prompt": self._questions[sample["line"]] or sample["prompt"]} for sample in shown]
+        keys = [(sample.get("source"), sample["line"]) for sample in shown]
+        samples = [x | {"prompt": self._questions[key] or x["prompt"]} for x, key in zip(shown, keys, strict=True)]
         return shown, {"sample": self._sample, "samples": samples, "nothing": self._said_equal}
 
     def state(self, training: Path, step: int) -> dict[str, Any]:
@@ -172,7 +174,8 @@ class Reinforcement(Recipe):
         """Choose the samples of a step, and with `--save-rollouts` write all its responses."""
         prompts = rollouts.prompts[:_SHOWN]
         self._shown = list(self._scorer.best_and_worst(prompts, rollouts.batch, rollouts.scores))
-        self._questions = {prompt.line: question(prompt.row) for prompt in prompts}
+        several = len(split_sources(self.options.prompts)) > 1
+        self._questions = {(str(each.source) if several else None, each.line): question(each.row) for each in prompts}
         if self.options.save_rollouts:
             lines = [prompt.line for prompt in rollouts.prompts]
             truncated = self._scorer.truncated(rollouts.batch)
@@ -255,6 +258,7 @@ class Reinforcement(Recipe):
             "truncated": sum(self._scorer.truncated(batch)) / scores.numel(),
             "responses": scores.numel(),
             "tokens": batch.num_tokens,
+            **by_source(self.options.prompts, drawn.prompts, scores),
             **(self._staleness(versions) if len(versions) else {}),
             **describe(batch),
         }
@@ -282,8 +286,9 @@ class Reinforcement(Recipe):
             ((prompt, response),) = self._scorer.as_read(asked[:1], batch.select([0]))
             self._sample = {"prompt": question(asked[0].row) or str(prompt), "response": str(response)}
         with self.phase("scoring"):
-            scored = self._scorer(self.options.prompts, asked, batch)
+            scored = self._scorer(asked, batch)
         scores = scored.scores.view(len(drawn.prompts), -1)
+        self._draws.observe(drawn.prompts, scores)
         return Experience(drawn.prompts, batch, scores, scored)
 
     def _estimate(self, experience: Experience) -> tuple[Batch, dict[str, float]]:

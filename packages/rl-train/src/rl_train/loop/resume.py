@@ -52,7 +52,7 @@ def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
             )
 
 
-def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
+def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row | Path]]) -> dict[str, dict[str, Any]]:
     """Return a count and a digest of each option's input, by the name of the option.
 
     The digest of prompts covers their tokens and rows. The digest of a checkpoint covers its files, large files by
@@ -60,9 +60,14 @@ def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row]]) -> dict[st
 
     Args:
         options: The options, with names of a hub as folders.
-        rows: The rows of the run, by the option that names their file.
+        rows: The rows of the run, or the files of rows that are not read yet, by the option that names them.
     """
-    digests = {name: _counted("rows", map(_row, rows[name])) for name in rows if rows[name]}
+    digests = dict[str, dict[str, Any]]()
+    for name, entries in rows.items():
+        files = [file for source in entries if isinstance(source, Path) for file in _files_of(source)]
+        if entries:
+            rows_of_name = [entry for entry in entries if not isinstance(entry, Path)]
+            digests[name] = _counted("files", map(_file, files)) if files else _counted("rows", map(_row, rows_of_name))
     for name in ("model", "critic.model", "reference", "teacher"):
         if name in options.names() and (folder := options.value(name)) is not None:
             files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
@@ -119,6 +124,11 @@ def _plain(value: Any) -> str:
     if not isinstance(value, bytes) and not hasattr(value, "tobytes"):
         return re.sub(" at 0x[0-9a-f]+", "", str(value))
     return hashlib.sha256(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
+
+
+def _files_of(source: Path) -> list[Path]:
+    """Return the files of a source of rows on this machine."""
+    return sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
 
 
 def _file(path: Path) -> bytes:

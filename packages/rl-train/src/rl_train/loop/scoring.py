@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_models import Batch
+from rl_train.data.mixture import split_sources
 from rl_train.data.prompts import Prompt
-from rl_train.data.sources import place
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
@@ -120,9 +119,11 @@ class Scorer:
         shown_batch = select_episodes(batch, [number * scores.shape[1] + column for number, column in shown])
         read = self.as_read([prompts[number] for number, _ in shown], shown_batch)
         lengths = sum_by_episode(shown_batch, shown_batch.masked_counts).tolist()
+        several = len(split_sources(self.checked_run.options.prompts)) > 1
         each = zip(shown, read, lengths, self.truncated(shown_batch), strict=True)
         for (number, column), (asked, answer), length, truncated in each:
             yield {
+                **({"source": str(prompts[number].source)} if several else {}),
                 "line": prompts[number].line,
                 "prompt": asked,
                 "response": answer.raw if self.checked_run.options.converses else answer,
@@ -131,14 +132,14 @@ class Scorer:
                 "truncated": truncated,
             }
 
-    def __call__(self, file: Path, prompts: Sequence[Prompt], batch: Batch) -> Scored:
-        """Score the episodes of a batch, which answer the prompts of a file, one prompt for each episode."""
+    def __call__(self, prompts: Sequence[Prompt], batch: Batch) -> Scored:
+        """Score the episodes of a batch, which answer the prompts, one for each episode."""
 
         def scores() -> Scores:
             assert self.rewards is not None
             read = zip(self.as_read(prompts, batch), prompts, strict=True)
             items = [(asked, response, prompt.row) for (asked, response), prompt in read]
-            return self.rewards.score(items, [place(file, prompt.line) for prompt in prompts])
+            return self.rewards.score(items, [prompt.place for prompt in prompts])
 
         result = Scores(*self.once(scores))
         if result.error is not None:

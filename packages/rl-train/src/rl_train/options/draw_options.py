@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, Folder, NotNegative, Number, Repeats, Text
-from rl_train.options.groups import DataOptions, RewardOptions, RolloutOptions
+from rl_train.options.fields import Count, Folder, NotNegative, Number, Repeats, Sources, Text
+from rl_train.options.groups import PromptOptions, RewardOptions, RolloutOptions
 from rl_train.options.nested import Nested, Options
 from rl_train.options.options import TrainOptions
 from rl_train.options.run_options import DEVICE
@@ -23,7 +23,7 @@ class GenerateOptions(Options):
 
     model: Folder
     """Checkpoint folder, or name on a hub: organisation/name[@revision]."""
-    prompts: Folder | None = None
+    prompts: Sources | None = None
     """Rows with "text", "messages" or "tokens", as for train (default: a chat on the terminal)."""
     out: Folder | None = None
     """File of JSON lines for the responses (default: standard output)."""
@@ -46,7 +46,7 @@ class GenerateOptions(Options):
     device: Text | None = Field(default=None, description=DEVICE)
     max_tokens: Count = 16384
     """Maximum number of tokens in one forward pass."""
-    data: DataOptions = Field(default_factory=DataOptions)
+    data: PromptOptions = Field(default_factory=PromptOptions)
     engine: Annotated[BackendOptions, Nested(BackendOptions, hidden=_OF_TRAINING)] = Field(
         default_factory=BackendOptions
     )

@@ -57,6 +57,7 @@ def _as_number(value: Any) -> Any:
 Free = Annotated[T, MayChange]
 Text = Annotated[str, BeforeValidator(as_text)]
 Folder = Annotated[Path, Field(strict=False)]
+Sources = Annotated[Path, BeforeValidator(as_text), Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_as_number)]

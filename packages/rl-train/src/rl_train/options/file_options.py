@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 
 from parallel_models import OptimizerOptions
 from rl_train.options.algorithms import DivergenceName
-from rl_train.options.fields import CONFIG, Count, Folder, Fraction, Free, NotNegative, Number, Positive
-from rl_train.options.groups import RowOptions
+from rl_train.options.fields import CONFIG, Count, Folder, Fraction, Free, NotNegative, Number, Positive, Sources
+from rl_train.options.groups import ExampleOptions
 from rl_train.options.nested import Nested
 from rl_train.options.run_options import STEP_OF_OPTIMIZER, RunOptions
 
@@ -20,7 +20,7 @@ class HeldOutOptions(BaseModel):
 
     model_config = CONFIG
 
-    dataset: Free[Folder | None] = None
+    dataset: Free[Sources | None] = None
     """Evaluation rows, in the form of --dataset; the model does not learn from them."""
     every: Free[Count] = 20
     """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""
@@ -29,11 +29,11 @@ class HeldOutOptions(BaseModel):
 class FileOptions(RunOptions):
     """The options of a recipe that learns from rows of a file."""
 
-    dataset: Folder
-    """Rows: .jsonl, .csv or .parquet file, a folder of datasets, or organisation/name:FILES."""
+    dataset: Sources
+    """Rows: .jsonl, .csv, .parquet, a datasets folder, or organisation/name:FILES; several with commas."""
     batch_size: Count = 64
     """Number of rows in a step, which is one optimizer step."""
-    data: RowOptions = Field(default_factory=RowOptions)
+    data: ExampleOptions = Field(default_factory=ExampleOptions)
     evaluation: HeldOutOptions = Field(default_factory=HeldOutOptions)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from rl_train.options.algorithms import DivergenceName
 from rl_train.options.fields import (
@@ -17,11 +17,19 @@ from rl_train.options.fields import (
     NotNegative,
     Number,
     Positive,
+    Sources,
     Text,
+    parse_betas,
 )
 
 # An option that has the algorithm's value where it is left out, and this default until then.
 LEFT_OUT: Any = None
+
+
+def _text_of_weights(text: str) -> str:
+    if text and not all(weight > 0 for weight in parse_betas(text)):
+        raise ValueError(f"must be numbers above 0 with commas, such as 3,1; got {text}")
+    return text
 
 
 class RowOptions(BaseModel):
@@ -37,11 +45,38 @@ class RowOptions(BaseModel):
     """First message of chats ("messages") that have no system message."""
 
 
-class DataOptions(RowOptions):
+class PromptOptions(RowOptions):
     """The prompts' form."""
 
     max_turns: Count = 8
     """Maximum number of responses in a conversation with an --environment of several turns."""
+
+
+class MixtureOptions(BaseModel):
+    """How rows of several sources are mixed and shuffled."""
+
+    model_config = CONFIG
+
+    weights: Annotated[Text, AfterValidator(_text_of_weights)] = ""
+    """Weight of each of several sources, such as 3,1 (default: its number of rows)."""
+    shuffle_buffer: CountOrZero = 0
+    """Read N rows of each source at a time, and shuffle them (0: read all rows before the run, and shuffle them)."""
+
+    @property
+    def weight_of_sources(self) -> tuple[float, ...]:
+        """Return the weights; empty: the numbers of rows."""
+        return parse_betas(self.weights) if self.weights else ()
+
+
+class ExampleOptions(RowOptions, MixtureOptions):
+    """The form and the order of rows."""
+
+
+class DataOptions(PromptOptions, MixtureOptions):
+    """The form and the order of prompts."""
+
+    curriculum: Number | None = None
+    """Draw prompts whose mean reward so far is near this number more often than others (default: all alike)."""
 
 
 class RewardOptions(BaseModel):
@@ -232,7 +267,7 @@ class EvaluationOptions(BaseModel):
 
     model_config = CONFIG
 
-    prompts: Free[Folder | None] = None
+    prompts: Free[Sources | None] = None
     """Evaluation prompts, in the form of --prompts; the policy does not learn from them."""
     every: Free[Count] = 20
     """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""

@@ -66,6 +66,8 @@ THEIRS = {
     **dict.fromkeys(("total_training_steps", "max_num_steps"), "steps"),
     **dict.fromkeys(("model_name_or_path", "pretrain"), "model"),
     **dict.fromkeys(("train_files", "prompt_data", "dataset_name"), "prompts"),
+    **dict.fromkeys(("prompt_data_probs", "interleave_probs", "probabilities", "mixing_weights"), "data.weights"),
+    **dict.fromkeys(("streaming", "buffer_size"), "data.shuffle_buffer"),
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "dims"),
     **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), "out"),
     **{"gradient_checkpointing": "recompute", "use_vllm": "rollouts", "reward_funcs": "reward"},

@@ -18,6 +18,7 @@ from rl_train.options.fields import (
     Folder,
     Free,
     Repeats,
+    Sources,
     Text,
     as_text,
     device_ids,
@@ -61,8 +62,8 @@ class TrainOptions(RunOptions):
 
     command: ClassVar[str] = "train"
 
-    prompts: Folder
-    """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a datasets folder, organisation/name:FILES."""
+    prompts: Sources
+    """Rows with "text", "messages" or "tokens": .jsonl, .csv, .parquet, a folder or name:FILES; several with commas."""
     environment: Text | None = None
     """Environment: reasoning_gym:TASK or verifiers:TASKSET,option=value for --prompts, or module:class of turns."""
     agent: Text | None = None

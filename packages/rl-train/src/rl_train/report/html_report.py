@@ -31,6 +31,8 @@ CHARTS: dict[str, Sequence[str]] = {
     "Pairs in the right order (share)": ("reward_accuracy", "eval/reward_accuracy"),
     "Rewards of pairs": ("chosen_reward", "rejected_reward"),
     "Rewards by name": ("reward/",),
+    "Rewards by source": ("source_reward/", "eval/source_reward/"),
+    "Rows by source (share)": ("source_share/",),
     "Held-out reward of several samples": ("eval/pass@", "eval/maj@"),
     "KL divergence": ("kl", "approx_kl", "rollout_kl"),
     "Entropy (nats)": ("entropy",),
