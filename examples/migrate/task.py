@@ -1,13 +1,14 @@
-"""Rows and a reward in TRL's form, for both programs: responses should repeat the letter of their prompt."""
+"""Rows and a reward in TRL's form, for both programs: responses should be vowels."""
 
-ROWS = [{"prompt": letter, "letter": letter} for letter in "abcdefgh"]
+ROWS = [{"prompt": letter, "wanted": "aeiou"} for letter in "abcdefgh"]
 
 
-def repeats(completions, letter, **columns):
-    """Return the share of each completion that is the letter of its row, as TRL's reward functions do."""
-    return [text.count(one) / max(len(text), 1) for text, one in zip(completions, letter, strict=True)]
+def share(completions, wanted, **columns):
+    """Return the share of each completion that is wanted by its row, as TRL's reward functions do."""
+    pairs = zip(completions, wanted, strict=True)
+    return [sum(letter in letters for letter in text) / max(len(text), 1) for text, letters in pairs]
 
 
 def reward(prompts, responses, rows):
     """Call a reward of TRL: the columns of the rows are its keywords."""
-    return repeats(completions=responses, letter=[row["letter"] for row in rows])
+    return share(completions=responses, wanted=[row["wanted"] for row in rows])

@@ -8,7 +8,7 @@ import sys
 
 import torch
 from datasets import Dataset
-from task import ROWS, repeats
+from task import ROWS, share
 from trl import GRPOConfig, GRPOTrainer
 
 config = GRPOConfig(
@@ -34,6 +34,7 @@ config = GRPOConfig(
     save_strategy="no",
     report_to="none",
 )
-trainer = GRPOTrainer(model=sys.argv[1], reward_funcs=repeats, args=config, train_dataset=Dataset.from_list(ROWS))
+trainer = GRPOTrainer(model=sys.argv[1], reward_funcs=share, args=config, train_dataset=Dataset.from_list(ROWS))
 trainer.train()
+trainer.save_state()  # its log
 trainer.save_model(sys.argv[2])
