@@ -55,7 +55,12 @@ def options_of(command: str) -> dict[str, set[str]]:
     """Return the options of each subcommand."""
     group = typer.main.get_command(importlib.import_module(COMMANDS[command]).app)
     return {
-        name: {option for parameter in one.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        name: {
+            option
+            for each in (one, *getattr(one, "commands", {}).values())
+            for parameter in each.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         for name, one in group.commands.items()  # type: ignore[attr-defined]
     }
 

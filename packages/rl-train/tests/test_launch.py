@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rl_train.cluster import launch
-from rl_train.cluster.launch import Devices, RankFailed, run_on_ranks
+from rl_train.cluster.launch import Devices, run_on_ranks
+from rl_train.processes.errors import RankFailed
 
 from .processes.living import lives, wait_until
 

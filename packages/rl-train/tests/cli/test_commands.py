@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
-from rl_train.cluster.launch import RankFailed
+from rl_train.processes.errors import RankFailed
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e[red]" + os.fsdecode(b"\xff")
 WRITTEN_OUT = r"\x1b]0;title\x07\x1b[2J\x9b2J\u202e[red]\udcff"

@@ -24,7 +24,7 @@ from rl_models import Actor, Batch, Critic, LossInputs, OptimizerOptions, losses
 from rl_models.calls import dispatched, per_sequence
 from rl_train import Placement, RankDied, RayModelGroup, Resources
 from rl_train.cluster import future
-from rl_train.cluster.launch import RankFailed
+from rl_train.processes.errors import RankFailed
 
 Pair = tuple[RayModelGroup, RayModelGroup]
 LENGTHS = (11, 1, 17, 6, 0, 9)

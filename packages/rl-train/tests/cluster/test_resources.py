@@ -16,7 +16,8 @@ from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import RayModelGroup, Resources
 from rl_train.cluster import resources
-from rl_train.cluster.host import Seat, interface_of, listen_on
+from rl_train.cluster.addresses import interface_of, listen_on
+from rl_train.cluster.host import Seat
 from rl_train.cluster.placement import node_runs, rank_order
 from rl_train.cluster.ranks import rank_environments
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel_layers import ParallelDims
 from rl_models import Actor, Batch, LossInputs, losses
 from rl_train import RankDied, RayModelGroup, Resources
-from rl_train.cluster.launch import RankFailed
+from rl_train.processes.errors import RankFailed
 from rl_train.processes.times import DEATH_SECONDS
 
 # A node as the cluster's others are.

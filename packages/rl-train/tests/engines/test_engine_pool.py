@@ -24,7 +24,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor, Batch
-from rl_train.cluster.host import listen_on
+from rl_train.cluster.addresses import listen_on
 from rl_train.engines import EngineOnRanks, EnginePool, process, processes
 from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import Request, Response, WeightsLostError

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rl_models.api import Worker
 from rl_train.cluster import launch
 from rl_train.cluster.launch import Devices
+from rl_train.cluster.machines import Machines
 from rl_train.loop import recipe_run, run
 from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.score import ScoreOptions, _score_on_rank
@@ -81,7 +82,7 @@ def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.
     assert given["collective_timeout"] == 7
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    launch._join(launch._Setup(0, 1, Devices.find("cpu"), "store", 7))
+    launch._join(launch._Setup(0, 1, 0, 1, Devices.find("cpu"), Machines(), "store", 7))
     assert given["timeout"] == datetime.timedelta(seconds=7)
 
 

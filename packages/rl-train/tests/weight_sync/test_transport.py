@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl_train.cluster.host import listen_on
+from rl_train.cluster.addresses import listen_on
 from rl_train.weight_sync.transport import LOOPBACK, BucketMissed, Peer, Rendezvous
 
 

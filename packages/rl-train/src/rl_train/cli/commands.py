@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -16,8 +17,9 @@ from rich.progress import Progress
 
 from ckpt.cli import printable
 from rl_train.cli.draw import add_draws
+from rl_train.cli.launch import add_launch
 from rl_train.cli.mistakes import mistakes_as_messages
-from rl_train.cli.recipes import add_recipes, examples
+from rl_train.cli.recipes import RECIPES, add_recipes, examples
 from rl_train.options.command import OptionsCommand, given, takes_options
 from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
@@ -39,11 +41,17 @@ def _print_version(chosen: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on sharded actors and critics."""
+    command, count = context.invoked_subcommand, int(os.environ.get("WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and count > 1 and command not in RECIPES:
+        why = f"{command} is one process, and torchrun has started {count}"
+        typer.secho(f"error: {why}; start it without torchrun", fg="red", err=True)
+        raise typer.Exit(2)
 
 
 @app.command("quickstart", epilog=examples("rl-train quickstart --out quickstart"))
@@ -232,3 +240,4 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
 
 
 add_recipes(app)
+add_launch(app)

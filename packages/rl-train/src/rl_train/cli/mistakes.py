@@ -11,6 +11,7 @@ from types import FrameType
 import typer
 
 from ckpt.cli import printable, printable_warnings
+from rl_train.processes.errors import RankFailed
 
 
 class _Stopped(KeyboardInterrupt):
@@ -63,8 +64,6 @@ def mistakes_as_messages(after: Callable[[], str] = lambda: "it has written noth
     except (ValueError, OSError) as mistake:
         raise end(f"error: {mistake}", 2) from None
     except Exception as error:
-        from rl_train.cluster.launch import RankFailed  # imports torch, which takes seconds
-
         if isinstance(error, RankFailed):
             raise end(f"error: {error.mistake or error}", 2 if error.mistake else 1) from None
         # Python would print the message of the exception as it is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,10 @@ _COMMANDS = (
         "--teacher TEACHER --dataset chats.jsonl",
     ),
 )
+
+
+# The options of each command that trains, by its name.
+RECIPES = {command.kind.command: command.kind for command in _COMMANDS}
 
 
 def add_recipes(app: typer.Typer) -> None:
@@ -99,15 +104,18 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
 
         return "no step was done" if checked_run is None or dry_run else how_to_go_on(checked_run.options)
 
-    with mistakes_as_messages(after):
+    with mistakes_as_messages(after), ExitStack() as stack:
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the rows", err=True)
         options = resolve(kind, config, given(arguments))
         # Imported here: the models take seconds to import, and `--help` needs none of them.
-        from rl_train.loop.folder import check_unlocked
+        from rl_train.cluster.machines import Machines
+        from rl_train.loop.folder import check_unlocked, steps_done
         from rl_train.report.terminal import Display, counted, two_columns
 
-        check, rehearse, train = _functions(options)
+        check, rehearse, train = functions_of(options)
+        machines = Machines.here()
+        stack.enter_context(machines.failures_told())
         checked_run = check(options)
         if dry_run:
             check_unlocked(options.out)
@@ -119,16 +127,20 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
             return
         grid = options.dims or "one rank"
         title = f"rl-train: {options.learned} of {options.model.name} ({grid}), to {options.out}"
+        if not machines.first:
+            train(checked_run, lambda event: None)
+            return
         with Display(options.steps, title=title) as display:
             result = train(checked_run, display)
             model, page = options.out / options.trained[0], options.out / "report.html"
             steps = counted(options.steps, "step")
-            display({"message": f"done: after {steps} the model is in {model}, the curves in {page}"})
+            done = f"done: after {steps} the model is in {model}, the curves in {page}"
+            display({"message": done if steps_done(options.out) == options.steps else f"stopped: {after()}"})
         if as_json:
             typer.echo(json.dumps(result))
 
 
-def _functions(options: RunOptions) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def functions_of(options: RunOptions) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return what checks a run with these options, what a dry run tries beyond that, and what trains."""
     if isinstance(options, FileOptions):
         from rl_train.loop import file_recipe

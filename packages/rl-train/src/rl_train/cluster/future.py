@@ -10,9 +10,8 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rl_train.cluster.host import FailedCall, Seat
-from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.resources import import_ray
-from rl_train.processes.errors import stopped
+from rl_train.processes.errors import RankFailed, stopped
 from rl_train.processes.times import DEATH_SECONDS, REPORT_SECONDS
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from rl_models.api import ModelCalls, Worker
 from rl_models.calls import Join, Method, methods_of
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import Seat
-from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Placement, Share, node_runs
 from rl_train.cluster.ranks import Ranks
 from rl_train.cluster.resources import Resources, import_ray
+from rl_train.processes.errors import RankFailed
 
 
 def _unpickled(results: list[bytes]) -> list[Any]:

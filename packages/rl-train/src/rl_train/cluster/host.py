@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_train.cluster.addresses import interface_of, listen_on
 from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.resources import import_ray
 from rl_train.processes.errors import Raised, portable
@@ -135,39 +135,3 @@ class RankHost:
         self._listener.close()
         devices.join(device, rank, world_size, self._timeout, store=store)
         return device
-
-
-def listen_on(address: str) -> socket.socket:
-    """Listen on a free port of one address only, since the store trusts every process that connects.
-
-    Raises:
-        ValueError: The address does not belong to this machine.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise ValueError(
-            f"Ray's address of this node, {address}, is not one that a process can listen on here ({error.strerror}); "
-            "start Ray with --node-ip-address set to the address of an interface of this node"
-        ) from None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface of an IPv4 address (Linux); gloo needs its name where host names do not resolve."""
-    try:
-        import fcntl
-
-        packed = socket.inet_aton(address)
-    except (ImportError, OSError):
-        return None
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(query, get_address, name.encode().ljust(256, b"\0"))
-            except OSError:  # an interface without an address
-                continue
-            if reply[20:24] == packed:
-                return name
-    return None

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +30,11 @@ import torch.distributed as dist
 from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
 from parallel_layers import ParallelDims
+from rl_train.cluster.addresses import interface_of
 from rl_train.cluster.kernels import keep_compiled_kernels
+from rl_train.cluster.machines import Failure, Machines, prefixed
 from rl_train.processes.child import GPU_THREADS, Channel
-from rl_train.processes.errors import ProcessLost, stopped
+from rl_train.processes.errors import ProcessLost, RankFailed, stopped
 from rl_train.processes.host import Call, Process
 from rl_train.processes.times import END_SECONDS, REPORT_SECONDS
 from rl_train.processes.worker import Calls
@@ -97,30 +99,35 @@ class Devices:
         )
 
     def require(self, ranks: int) -> None:
-        """Raise ValueError unless there is a device for each rank."""
+        """Raise ValueError unless there is a device for each rank of this machine."""
         if self.type != "cpu" and ranks > self.count:
             what = f"{self.type.upper()} devices"
             raise ValueError(f"{ranks} ranks need as many {what}, found {self.count}; use --device cpu or fewer")
 
 
-class RankFailed(RuntimeError):
-    """A rank raised an exception, or its process ended (`died`); the message holds the traceback of the rank.
-
-    `mistake` is the text of a ValueError or of a disk error, to show without a traceback; None for other errors.
-    """
-
-    def __init__(self, message: str, mistake: str | None = None, died: bool = False) -> None:
-        super().__init__(message)
-        self.mistake, self.died = mistake, died
+def require_devices(device: str | None, ranks: int, devices: Devices | None = None) -> None:
+    """Raise ValueError unless a run has a device for each rank: all of its `devices`, or those of this machine."""
+    if devices is not None:
+        devices.require(ranks)
+    else:
+        machines = Machines.here()
+        Devices.find(device).require(machines.ranks(ranks) * machines.local_count)
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """The settings of a rank; `store` is a file."""
+    """The settings of a rank.
+
+    `device` is its number among the `local_size` ranks of this machine. `store` is a file, or with several machines a
+    name in torchrun's store.
+    """
 
     rank: int
     world_size: int
+    device: int
+    local_size: int
     devices: Devices
+    machines: Machines
     store: str
     collective_timeout: float
 
@@ -176,12 +183,14 @@ def run_on_ranks(
     on_event: Callable[[Any], None] | None = None,
     collective_timeout: float = 1800.0,
 ) -> Any:
-    """Call `fn(send, *args)` on `world_size` ranks of this machine, in a process group; return rank 0's result.
+    """Call `fn(send, *args)` on `world_size` ranks, in a process group; return rank 0's result, None on other machines.
+
+    Under torchrun, each of its commands starts an equal part of the ranks (`Machines`).
 
     Args:
         fn: A function at the top level of a module. `send(value)` passes a picklable value to `on_event` in this
             process while the ranks run.
-        world_size: Number of ranks; rank r has CUDA device r or shares the CPU.
+        world_size: Number of ranks; the r-th rank of a machine has CUDA device r or shares the CPU.
         *args: Picklable arguments.
         devices: The devices (default: `Devices.find()`).
         on_event: Called with each value that a rank sends.
@@ -191,42 +200,56 @@ def run_on_ranks(
         RankFailed: A rank raised or died. The others are ended within seconds.
         ValueError: There are fewer CUDA devices than ranks.
     """
-    devices = devices or Devices.find()
-    devices.require(world_size)
+    devices, machines = devices or Devices.find(), Machines.here()
+    size = machines.ranks(world_size)
+    start, local_size = machines.local_rank * size, machines.local_count * size
+    devices.require(local_size)
     prepare(fn.__module__)
     messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
 
     def report(rank: int, message: Any) -> None:
         messages.put((rank, message))
 
-    with tempfile.TemporaryDirectory(prefix="rl-train-") as folder:
-        store = str(Path(folder) / "store")
-        forks: list[_Fork] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="rl-train-") as folder,
+        machines.watched(partial(report, -1)) as name,
+    ):
+        store = name or str(Path(folder) / "store")
+        forks: dict[int, _Fork] = {}
         try:
-            for rank in range(world_size):
-                forks.append(_Fork(_Setup(rank, world_size, devices, store, collective_timeout)))
+            for number in range(size):
+                rank = machines.rank * size + number
+                setup = _Setup(
+                    rank, world_size, start + number, local_size, devices, machines, store, collective_timeout
+                )
+                forks[rank] = _Fork(setup)
                 process = Process(f"rank {rank}", partial(forks.__getitem__, rank))
                 process.start()
                 call = process.submit("run", fn, args, on_part=partial(report, rank))
                 call.add_done_callback(partial(report, rank))
             return _collect(messages, forks, on_event or (lambda event: None))
         finally:
-            for fork in forks:
+            for fork in forks.values():
                 fork.process.kill()
-            for fork in forks:
+            for fork in forks.values():
                 fork.end()
 
 
-def _collect(messages: SimpleQueue[tuple[int, Any]], forks: Sequence[_Fork], on_event: Callable[[Any], None]) -> Any:
+def _collect(
+    messages: SimpleQueue[tuple[int, Any]], forks: Mapping[int, _Fork], on_event: Callable[[Any], None]
+) -> Any:
     """Pass events on until the calls of all ranks are done, and return rank 0's result; raise if a rank fails."""
     failures: list[RankFailed] = []
     result: Any = None
-    missing, deadline = set(range(len(forks))), math.inf
+    missing, deadline = set(forks), math.inf
     while missing:
         left = deadline - time.monotonic()
         try:
             rank, message = messages.get(timeout=None if left == math.inf else max(0.0, left))
         except queue.Empty:
+            break
+        if isinstance(message, Failure):
+            failures.insert(0, message.error)
             break
         if not isinstance(message, Call):
             on_event(message)
@@ -240,7 +263,7 @@ def _collect(messages: SimpleQueue[tuple[int, Any]], forks: Sequence[_Fork], on_
     if failures:
         reasons = stopped({rank: forks[rank].process.pid for rank in sorted(missing)})
         failures = [*(RankFailed(f"rank {rank} {why}", died=True) for rank, why in reasons.items()), *failures]
-        # Show a stopped process or a death, else a caller's mistake, else the first failure to arrive.
+        # Show a stopped process or a death, else a caller's mistake, else another machine's failure, else the first.
         raise min(failures, key=lambda failure: (not failure.died, failure.mistake is None))
     return result
 
@@ -326,15 +349,21 @@ def _end_with_the_launcher() -> None:
 
 
 def _join(setup: _Setup) -> None:
-    # All ranks are on this machine; the loopback device needs no network and no resolvable host name.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    device = setup.devices.take(str(setup.rank))
+    machines = setup.machines
+    meeting: dict[str, Any] = {"init_method": f"file://{setup.store}"}
+    if machines.count > 1:
+        meeting = {"store": prefixed(machines.store(setup.collective_timeout), setup.store)}
+        interface = interface_of(machines.local_address)
+    else:
+        # The loopback device needs no network and no resolvable host name.
+        interface = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if machines.count == 1:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    device = setup.devices.take(str(setup.device))
     # Without OMP_NUM_THREADS, every rank would use all cores.
     if not os.environ.get("OMP_NUM_THREADS"):
-        cores = max(1, (os.cpu_count() or 1) // setup.world_size)
+        cores = max(1, (os.cpu_count() or 1) // setup.local_size)
         torch.set_num_threads(cores if device.type == "cpu" else min(cores, GPU_THREADS))
-    where = f"file://{setup.store}"
-    setup.devices.join(device, setup.rank, setup.world_size, setup.collective_timeout, init_method=where)
+    setup.devices.join(device, setup.rank, setup.world_size, setup.collective_timeout, **meeting)

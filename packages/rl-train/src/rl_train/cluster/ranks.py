@@ -9,9 +9,9 @@ from typing import Any
 from rl_models.calls import Method
 from rl_train.cluster.future import Future
 from rl_train.cluster.host import RankHost, Seat
-from rl_train.cluster.launch import RankFailed
 from rl_train.cluster.placement import Share, rank_order
 from rl_train.cluster.resources import import_ray
+from rl_train.processes.errors import RankFailed
 
 
 class Ranks:

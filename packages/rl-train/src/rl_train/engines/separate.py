@@ -10,6 +10,7 @@ from typing import Any
 
 from parallel_layers import ParallelDims
 from rl_models import Policy
+from rl_train.cluster.machines import Machines
 from rl_train.engines.engine_on_ranks import EngineOnRanks
 from rl_train.engines.engine_pool import EnginePool
 from rl_train.engines.in_flight import InFlightPool
@@ -27,7 +28,7 @@ class SeparateEngine(EngineOnRanks):
 
     Args:
         actor, model: See `EngineOnRanks`.
-        devices: The ids of the devices, as in `CUDA_VISIBLE_DEVICES`; an empty id is a CPU.
+        devices: The ids of the devices of the first machine, as in `CUDA_VISIBLE_DEVICES`; an empty id is a CPU.
         dims: The grid of an engine, which takes as many devices as it has ranks, in order (default: one).
         check: Compare checksums of the weights that go to another process.
         bucket_bytes, changed_only: See `ShardSender`.
@@ -67,7 +68,8 @@ class SeparateEngine(EngineOnRanks):
             engines = processes(make, groups, timeout=timeout)
             return pool(engines, check=check, bucket_bytes=bucket_bytes, max_responses=max_sequences)
 
-        self.shards: ShardSender | None = ShardSender(check, bucket_bytes, changed_only=changed_only)
+        address = Machines.here().address
+        self.shards: ShardSender | None = ShardSender(check, bucket_bytes, address, changed_only=changed_only)
         super().__init__(actor, model, start, ranks=[0])
 
     def _send(self) -> Exception | None:

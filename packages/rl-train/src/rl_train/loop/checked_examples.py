@@ -11,7 +11,7 @@ from typing import Any
 from ckpt import Checkpoint
 from parallel_models.engine import checkpoint_folder, max_positions
 from rl_models import Actor
-from rl_train.cluster.launch import Devices
+from rl_train.cluster.launch import Devices, require_devices
 from rl_train.data.codec import TextCodec
 from rl_train.data.examples import Example, ExampleReader
 from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
@@ -73,7 +73,11 @@ class CheckedExamples:
 
 
 def check_examples(
-    options: FileOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None
+    options: FileOptions,
+    rows: Iterable[Any] | None = None,
+    eval_rows: Iterable[Any] | None = None,
+    *,
+    devices: Devices | None = None,
 ) -> CheckedExamples:
     """Check the options against the files and the devices, and read the rows.
 
@@ -81,6 +85,7 @@ def check_examples(
         options: The options of the run.
         rows, eval_rows: Rows that replace the files `options.dataset` and `options.evaluation.dataset`, as for
             `rl_train.loop.check_run`.
+        devices: All devices of a run that starts elsewhere (default: those of this machine).
 
     Raises:
         ValueError: An option or a row is wrong; the error names it and the fix.
@@ -105,7 +110,7 @@ def check_examples(
         eval_examples, eval_dropped = read_sources(reader, eval_sources, eval_rows)
         dropped += eval_dropped
     longest = reader.limit[0] if window else max(row.longest for row in (*examples, *eval_examples))
-    Devices.find(options.device).require(options.grid.world_size)
+    require_devices(options.device, options.grid.world_size, devices)
     check_model(options, objective.kind.role, checkpoint, options.grid, longest)
     if objective.reference:
         check_reference(options, Checkpoint(options.reference_folder or options.model), options.grid, longest)

@@ -16,7 +16,8 @@ from parallel_models import CacheOptions, Role, model_config
 from parallel_models.engine import checkpoint_folder, max_positions
 from rl_models import Actor, ActorCritic, Critic
 from rl_train.agents.pool import Agents
-from rl_train.cluster.launch import Devices
+from rl_train.cluster.launch import Devices, require_devices
+from rl_train.cluster.machines import Machines
 from rl_train.cluster.resources import import_ray
 from rl_train.data.codec import TextCodec
 from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
@@ -198,7 +199,11 @@ class _RunPrompts:
 
 
 def check_run(
-    options: TrainOptions, rows: Iterable[Any] | None = None, eval_rows: Iterable[Any] | None = None
+    options: TrainOptions,
+    rows: Iterable[Any] | None = None,
+    eval_rows: Iterable[Any] | None = None,
+    *,
+    devices: Devices | None = None,
 ) -> CheckedRun:
     """Check the options against the files, the reward and the devices, and read the prompts.
 
@@ -207,6 +212,7 @@ def check_run(
         rows, eval_rows: Rows that replace the files `options.prompts` and `options.evaluation.prompts`: mappings with
             "text", "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name the
             rows by the paths of the two options. A resumed run needs the same rows in the same order.
+        devices: All devices of a run that starts elsewhere (default: those of this machine).
 
     Raises:
         ValueError: An option is wrong; the error names the option and the fix.
@@ -250,8 +256,10 @@ def check_run(
         engine_of(options.rollouts.engine)
     if options.ray:
         import_ray()
+        if (count := Machines.here().count) > 1:
+            raise ValueError(f"--ray starts ranks on a cluster, and torchrun has started {count} commands; leave one")
     else:
-        Devices.find(options.device).require(options.grid.world_size)
+        require_devices(options.device, options.grid.world_size, devices)
     longest = _longest(options, [*prompts, *eval_prompts], positions)
     if options.rule.teacher:
         check_teacher(options, _longest(options, prompts, positions, of_teacher=True))

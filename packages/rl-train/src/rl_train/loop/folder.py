@@ -31,6 +31,8 @@ MARK, MARKS = "options.json", {"model", "steps"}
 
 # The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
+# A file that a user puts there: the run saves after the step under way, and ends.
+STOP = "stop"
 # The checkpoint of the policy with the highest evaluation reward.
 BEST = "best"
 
@@ -134,12 +136,17 @@ def saves_cleaned(options: RunOptions) -> Iterator[None]:
 
 def how_to_go_on(options: RunOptions) -> str:
     """Return a sentence about the steps that a stopped run has done, and the step at which the same command goes on."""
-    done = read_lines(options.out / LINES[0])
-    steps = f"{int(done[-1]['step']) if done else 0} of {options.steps} steps are done"
+    steps = f"{steps_done(options.out)} of {options.steps} steps are done"
     saved = newest_step(options.out / "training", options.trained)
     if not saved:
         return f"{steps}, and {options.out} has no training checkpoint; the same command starts from the beginning"
     return f"{steps}; the same command goes on after step {saved}, the newest training checkpoint in {options.out}"
+
+
+def steps_done(folder: Path) -> int:
+    """Return the last step in the metrics of a run; 0 without one."""
+    records = read_lines(folder / LINES[0])
+    return int(records[-1]["step"]) if records else 0
 
 
 def newest_step(training: Path, models: Iterable[str]) -> int:

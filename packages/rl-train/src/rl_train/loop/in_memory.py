@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_train.cluster.machines import Machines
 from rl_train.loop import file_recipe, run
 from rl_train.loop.checked_examples import check_examples
 from rl_train.loop.checked_run import check_run
@@ -57,9 +58,10 @@ def train_on(
     if eval_dataset is not None:
         values["eval_dataset" if learns_from_files else "eval_prompts"] = _EVAL_ROWS
     resolved: Any = resolve(kinds[recipe], None, values)
-    if learns_from_files:
-        return file_recipe.train(check_examples(resolved, dataset, eval_dataset), on_event)
-    return run.train(check_run(resolved, dataset, eval_dataset), on_event)
+    with Machines.here().failures_told():
+        if learns_from_files:
+            return file_recipe.train(check_examples(resolved, dataset, eval_dataset), on_event)
+        return run.train(check_run(resolved, dataset, eval_dataset), on_event)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

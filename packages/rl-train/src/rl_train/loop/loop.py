@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_models import Batch
-from rl_train.loop.folder import ADAPTERS, newest_step
+from rl_train.loop.folder import ADAPTERS, STOP, newest_step
 from rl_train.loop.recipe import NothingToLearnError, Recipe
 from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
@@ -18,7 +18,7 @@ from rl_train.report.terminal import counted
 
 @dataclass
 class Loop:
-    """One run. On ranks of this machine, every rank has a `Loop` and takes the same steps.
+    """One run. Without Ray every rank has a `Loop` and takes the same steps.
 
     Attributes:
         options: The options of the run.
@@ -33,6 +33,8 @@ class Loop:
     def run(self) -> dict[str, float]:
         """Run all steps that are left, save the result, and return the last step's metrics.
 
+        With a file `stop` in the folder, the run saves a training checkpoint after the step under way, and ends there.
+
         Raises:
             ValueError: A number is not finite, the reward failed, or dynamic sampling found nothing to learn from; in
                 the last case the earlier steps are saved.
@@ -45,6 +47,7 @@ class Loop:
         )
         values = {} if metrics is None else metrics.last
         nothing: NothingToLearnError | None = None
+        stopped = False
         try:
             if recipe.evaluation_interval and not done:
                 values_of_start = recipe.evaluate(0) | recipe.seconds
@@ -74,6 +77,9 @@ class Loop:
                 if options.save_every and (step % options.save_every == 0 or step == options.steps):
                     self._save(training, step)
                     saved = step
+                if step < options.steps and recipe.once((options.out / STOP).exists):
+                    stopped = True
+                    break
         finally:
             loggers.close()
         if nothing is not None and done == 0:
@@ -83,6 +89,8 @@ class Loop:
         recipe.tell({"phase": "saving"})
         for name, model in recipe.trained.items():
             model.wait_for_save()
+            if stopped:
+                continue
             model.save_pretrained(options.out / name)
             if options.lora is not None:
                 model.save_adapter(options.out / ADAPTERS[name])

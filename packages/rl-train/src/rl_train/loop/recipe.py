@@ -24,8 +24,8 @@ class NothingToLearnError(ValueError):
 class Recipe(ABC):
     """The parts of a step that differ between reinforcement learning and learning from files.
 
-    A `Loop` calls `collect`, learns by `update` from each of the `mini_batches`, and calls `hand_over`. On ranks of
-    this machine every rank has a recipe and takes the same steps.
+    A `Loop` calls `collect`, learns by `update` from each of the `mini_batches`, and calls `hand_over`. Without Ray
+    every rank has a recipe and takes the same steps.
 
     Attributes:
         once: Calls a function on one rank and returns its JSON value on all.

@@ -1,4 +1,4 @@
-"""`run_recipe`: run the loop of a recipe in the folder of a run, on ranks of this machine."""
+"""`run_recipe`: run the loop of a recipe in the folder of a run, on ranks of this machine, or of several."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ckpt.files import lock_file
 from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
 from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
-from rl_train.loop.folder import check_folder, locked, saves_cleaned, write_options
+from rl_train.cluster.machines import Machines
+from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.recipe import Recipe, Tell
@@ -55,13 +57,22 @@ def run_recipe(
         on_event: Called with the events of the run.
         run: Runs the loop with a function for events, and returns the metrics of the last step.
         lock: Whether to lock the folder, and check it again; False if the caller holds the lock.
+
+    Under torchrun, its first command writes these files; the others check that they run the same in the same folder.
     """
-    options = checked_run.options
+    options, machines = checked_run.options, Machines.here()
     options_as_given = checked_run.options_as_given or options
+    facts = options_as_given.to_json() | {f"digest of {name}": value for name, value in checked_run.inputs.items()}
+    mark, seconds = lock_file(options.out / MARK), options.collective_timeout
+    if not machines.first:
+        machines.agree(facts, mark, seconds)
+        return run(checked_run, on_event)
     with ExitStack() as stack:
         if lock:
             stack.enter_context(locked(options.out))
             check_folder(options_as_given)  # another run may have ended there meanwhile
+        (options.out / STOP).unlink(missing_ok=True)
+        machines.agree(facts, mark, seconds)
         write_options(options_as_given, checked_run.inputs)
         for change in checked_run.changes:
             on_event({"message": f"going on with other inputs: {change}"})
@@ -77,7 +88,7 @@ def run_recipe(
 
 
 class LocalRank(Generic[Run]):
-    """One of the ranks of this machine that run a recipe.
+    """One of the ranks that run a recipe.
 
     Attributes:
         checked_run: The run.
@@ -118,12 +129,12 @@ class LocalRank(Generic[Run]):
 def on_ranks(
     checked_run: Run, on_event: Tell, *, work: Callable[[LocalRank[Run]], dict[str, float]]
 ) -> dict[str, float]:
-    """Call `work` on ranks of this machine, and return the metrics that it returns on the first one."""
+    """Call `work` on all ranks, and return the metrics that it returns on the first one; {} on other machines."""
     options = checked_run.options
     prepare(work.__module__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
     on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
-    result: dict[str, float] = run_on_ranks(
+    result: dict[str, float] | None = run_on_ranks(
         _on_rank,
         options.grid.world_size,
         checked_run,
@@ -132,7 +143,7 @@ def on_ranks(
         on_event=on_event,
         collective_timeout=options.collective_timeout,
     )
-    return result
+    return result or {}
 
 
 def _on_rank(send: Tell, checked_run: Run, work: Callable[[LocalRank[Run]], dict[str, float]]) -> dict[str, float]:

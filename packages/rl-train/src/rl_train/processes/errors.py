@@ -16,6 +16,17 @@ from typing import Any
 _MOST_SHOWN, _MOST_OF_ERROR = 500, 50_000
 
 
+class RankFailed(RuntimeError):
+    """A rank raised an exception, or its process ended (`died`); the message holds the traceback of the rank.
+
+    `mistake` is the text of a ValueError or of a disk error, to show without a traceback; None for other errors.
+    """
+
+    def __init__(self, message: str, mistake: str | None = None, died: bool = False) -> None:
+        super().__init__(message)
+        self.mistake, self.died = mistake, died
+
+
 class ProcessLost(RuntimeError):
     """A process has ended, or has been ended because it was silent or late.
 

@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from rl_train.cluster.host import listen_on
+from rl_train.cluster.addresses import listen_on
 from rl_train.engines.interface import WeightsLostError, WorkerEngine
 from rl_train.processes.errors import ProcessLost
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, NamedTensors, in_buckets

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.transfer import Holdings, ShardCopy, TargetShards, agree_on_first, all_gather_json, plan_copies, rank_in
 from rl_models import Policy
-from rl_train.cluster.host import listen_on
+from rl_train.cluster.addresses import listen_on
 from rl_train.weight_sync.buckets import default_bucket_bytes
 from rl_train.weight_sync.changed_values import SentValues, send_changes
 from rl_train.weight_sync.sender import EngineHandle, Receivers, wait_for_all
