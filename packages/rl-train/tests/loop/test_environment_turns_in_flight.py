@@ -67,7 +67,7 @@ def talks(chat_model: Path, tmp_path: Path) -> Talks:
         once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
         rewards = SimpleNamespace(environments=environments)
         conversations: Any = EnvironmentTurnsInFlight(checked_run, engine, rewards, once, print)  # type: ignore[arg-type]
-        return conversations, partial(conversations.draw, file, prompts)
+        return conversations, partial(conversations.draw, prompts)
 
     return make
 

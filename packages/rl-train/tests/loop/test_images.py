@@ -82,7 +82,7 @@ def test_a_step_with_images_keeps_them_through_scores_updates_and_files(run: Run
     loop = run(steps=1, algorithm="grpo", samples=3, mini_batch=8)
     loop.run()
     prompts = loop.recipe.checked_run.prompts
-    asked = loop.recipe._ask(loop.options.prompts, prompts, SamplingOptions(2, n=2))
+    asked = loop.recipe._ask(prompts, SamplingOptions(2, n=2))
     batch = asked.result()
     assert [one is not None for one in batch.visual] == [True] * 12 + [False] * 2
     assert batch.visual[0] is batch.visual[1]
