@@ -85,8 +85,8 @@ class RowReader:
         return vocabulary_size(self.model)
 
     def rows(self, source: Path, rows: Iterable[Any] | None = None, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield the number and the fields of each row; see `read_rows`. A wrong checkpoint is an error before any row."""
-        _ = self._vocab_size
+        """Yield the number and the fields of each row; see `read_rows`."""
+        _ = self._vocab_size  # a wrong checkpoint is an error before any row
         return read_rows(source, self._codec, self.columns, self.kinds, rows, start)
 
 
