@@ -33,6 +33,9 @@ class Browser:
 
     Args:
         profile: Folder for what the browser stores.
+
+    Attributes:
+        problems: The errors and warnings of the page's console so far.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -49,9 +52,11 @@ class Browser:
         for end in (read_commands, write_answers, *ends):
             os.close(end)
         self._buffer, self._number, self._session, self._events = b"", 0, "", []
+        self.problems = list[str]()
         (target,) = (one["targetId"] for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self.call("Page.enable")
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
 
     def __enter__(self) -> Browser:
         return self
@@ -79,14 +84,18 @@ class Browser:
 
     def open(self, address: str | Path, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
         """Open an address or a file, and wait until it is loaded."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.show(width, height, dark=dark)
         self._events.clear()
         self.call("Page.navigate", url=address.resolve().as_uri() if isinstance(address, Path) else address)
         end = time.monotonic() + SECONDS
         while not any(event.get("method") == "Page.loadEventFired" for event in self._events):
             self._events.append(self._next(end))
+
+    def show(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """Change the size of the window in pixels, and its mode."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def value(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript; a promise is awaited."""
@@ -117,5 +126,13 @@ class Browser:
             if not (data := os.read(self._answers, 1 << 16)):
                 raise RuntimeError(f"chromium ended with status {self._process.wait()}")
             self._buffer += data
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return dict(json.loads(message))
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message = dict(json.loads(line))
+        method, values = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(values["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning"):
+            self.problems.append(json.dumps(values["args"]))
+        elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+            self.problems.append(values["entry"]["text"])
+        return message

@@ -65,7 +65,7 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
             if value and known[name] not in (None, ""):
                 compared += 1
                 assert value == str(known[name]), f"{command} {name}"
-    assert compared == 18
+    assert compared == 19
 
 
 def test_the_options_in_its_text_exist() -> None:

@@ -11,7 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
-from rl_train.report.html_report import MOST_SAMPLED, MOST_STEPS, write_page
+from rl_train.report.html_report import MOST_STEPS, write_page
+from rl_train.report.page_samples import MOST_EXTREME, MOST_SAMPLED
+
+from .browser import ReportBrowser
 
 # A response that is no HTML and no script, whatever it holds.
 HOSTILE = "</script><script>document.title = 'taken over'</script><b>5</b> & <!--\x1b[2J\u202e\nline\tword"
@@ -29,7 +32,12 @@ def run(tmp_path: Path) -> Path:
         metrics.append({"step": step, **of_step, "seconds": 2.0, "seconds_learning": 1.5})
     metrics[-1]["eval/reward"] = 0.75
     sample = {"step": 4, "line": 3, "prompt": "2 + 3 =", "reward": 1.0, "response_length": 4, "truncated": False}
+    call = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    policy = {"role": "policy", "log_probs": [-0.5, -6.0, None], "advantages": -0.5, "versions": [2, 3, 3]}
+    turns = [policy | {"texts": ["2 ", "+ 3", " = "], "calls": [call]}, {"role": "environment", "text": "5<|im_end|>"}]
     samples = [sample | {"response": HOSTILE}, sample | {"response": "2 + 3 = 6", "reward": 0.0, "truncated": True}]
+    samples[1]["turns"] = turns
+    samples = [sample | {"step": 2, "line": 1, "prompt": "first", "reward": 0.5, "response": "Straße"}, *samples]
     (out / "options.json").write_text(json.dumps(options))
     (out / "versions.json").write_text(json.dumps({"torch": "2.13.0"}))
     for name, lines in (("metrics", metrics), ("samples", samples)):
@@ -47,15 +55,15 @@ def test_metrics_of_older_runs_are_read_by_their_old_names(run: Path) -> None:
     lines = [{"step": 1, "seconds_handing_over": 1.0}, {"step": 2, "seconds_syncing_weights": 2.0}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     held = content(write_page(run))
-    assert [record["seconds_syncing_weights"] for record in held["metrics"]] == [1.0, 2.0]
+    assert [record["seconds_syncing_weights"] for record in held["runs"][0]["metrics"]] == [1.0, 2.0]
     assert [chart["names"] for chart in held["charts"]] == [["seconds_syncing_weights"]]
 
 
 def test_the_page_has_the_warnings_of_the_run(run: Path) -> None:
-    assert content(write_page(run))["warnings"] == []
+    assert content(write_page(run))["runs"][0]["warnings"] == []
     lines = [{"step": step, "grad_norm": 1.0 if step < 20 else 50.0} for step in range(1, 25)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (warning,) = content(write_page(run))["warnings"]
+    (warning,) = content(write_page(run))["runs"][0]["warnings"]
     assert warning["step"] == 21
     assert "grad_norm has risen to 50 (usually 1)" in warning["text"]
 
@@ -73,11 +81,12 @@ def test_the_page_holds_the_run_and_asks_no_network(run: Path) -> None:
     assert text.count("</script>") == 2, "the page's own"
     held = content(run / "report.html")
     readable = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
-    assert held["samples"][0]["response"] == readable, "a mark of direction turns no order, lines stay"
-    assert held["metrics"][1]["entropy"] is None
+    assert held["samples"][1]["turns"][0]["text"] == readable, "a mark of direction turns no order, lines stay"
+    assert held["views"] == {"best": [1, 0, 2], "worst": [2, 0, 1]}
+    assert held["runs"][0]["metrics"][1]["entropy"] is None
     assert {"title": "Reward", "names": ["reward", "eval/reward"], "stacked": False} in held["charts"]
     assert [chart["title"] for chart in held["others"]] == ["own/number", "seconds"]
-    assert held["tiles"]["Held-out reward, first → last"] == "0.250 → 0.750"
+    assert held["runs"][0]["tiles"]["Held-out reward, first → last"] == "0.250 → 0.750"
 
 
 def test_without_matplotlib_the_page_alone_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +98,19 @@ def test_without_matplotlib_the_page_alone_is_written(run: Path, monkeypatch: py
 
 
 def test_a_long_run_is_thinned_evenly(run: Path) -> None:
-    lines = [{"step": step, "reward": 0.5} | ({"eval/reward": 1.0} if step == 77 else {}) for step in range(1, 5001)]
+    numbers = range(1, 5001)
+    lines = [{"step": step, "reward": 0.5} | ({"eval/reward": 1.0} if step == 77 else {}) for step in numbers]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    samples = [{"step": step, "line": line} for step in range(1, 5001) for line in (1, 1, 2)]
+    sample = {"prompt": "p", "response": "r", "response_length": 1, "truncated": False}
+    samples = [sample | {"step": step, "line": line, "reward": step % 7} for step in numbers for line in (1, 1, 2)]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     held = content(write_page(run))
-    steps = [row["step"] for row in held["metrics"]]
+    steps = [row["step"] for row in held["runs"][0]["metrics"]]
     assert (len(steps), steps[0], steps[-1]) == (MOST_STEPS + 1, 1, 5000)
     assert 77 in steps, "an evaluation stays"
-    assert len(held["samples"]) == 3 * MOST_SAMPLED
+    assert 3 * MOST_SAMPLED <= len(held["samples"]) <= 3 * MOST_SAMPLED + 2 * MOST_EXTREME
+    assert [held["samples"][index]["reward"] for index in held["views"]["best"]] == [6] * MOST_EXTREME
+    assert [held["samples"][index]["step"] for index in held["views"]["worst"]][:4] == [4998, 4998, 4998, 4991]
 
 
 @pytest.mark.parametrize(("begun", "said"), [(False, "holds no run: it has no options.json"), (True, None)])
@@ -105,32 +118,67 @@ def test_a_run_before_its_first_step(run: Path, begun: bool, said: str | None) -
     for name in ("metrics.jsonl", "samples.jsonl", "versions.json", *["options.json"] * (not begun)):
         (run / name).unlink()
     if said is None:
-        assert content(write_page(run))["tiles"] == {"Steps": "0 of 5"}
+        assert content(write_page(run))["runs"][0]["tiles"] == {"Steps": "0 of 5"}
     else:
         with pytest.raises(ValueError, match=said):
             write_page(run)
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_draws_the_page(run: Path, tmp_path: Path) -> None:
-    page = write_page(run)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    command = [str(BROWSER), *flags, "--dump-dom", page.as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "<title>run: rl-train</title>" in drawn
-    body = drawn.split("<body>")[1]
+def test_a_browser_draws_the_page(run: Path, browser: ReportBrowser) -> None:
+    browser.open(write_page(run))
+    browser.check_layout()
+    assert browser.value("document.title") == "run: rl-train"
+    body = browser.value("document.body.innerHTML")
     charts = dict(re.findall(r"<h3>(.*?)</h3>.*?<svg(.*?)</svg>", body))
     assert charts.keys() >= {"Reward", "Clip fraction", "Seconds by phase", "own/number"}
     assert charts["Reward"].count("<circle") == 6, "the reward of four steps, the held-out reward of two"
     assert 'points="' in charts["Seconds by phase"]
     assert not re.search(r"NaN|Infinity|undefined", "".join(charts.values()))
-    shown = body.split("</script>")[-1]
-    assert "&lt;b&gt;5&lt;/b&gt;" in shown, "a response is shown as text"
-    assert "worst: reward 0, 4 tokens, cut off" in shown
-    assert "2.13.0" in shown
+    assert any("<b>5</b> & <!--" in text for text in browser.texts(".sample pre")), "a response is shown as text"
+    assert "worst: reward 0, 4 tokens, cut off" in browser.texts(".sample .soft")
+    assert browser.texts(".turn") == ["1. policycalls add(a=2, b=3)", "2. environment"]
+    assert browser.texts(".mark") == ["<|im_end|>"]
+    assert "2.13.0" in browser.texts("dd")
+
+
+def test_samples_are_chosen_searched_and_coloured(run: Path, browser: ReportBrowser) -> None:
+    browser.open(write_page(run))
+    heads = ".sample > .soft"
+    assert browser.texts(heads) == ["Step 4, prompt on line 3"]
+    browser.set("select", "worst of the run")
+    assert browser.texts(".pair .soft") == [
+        "worst: reward 0, 4 tokens, cut off", "worst: reward 0.5, 4 tokens", "worst: reward 1, 4 tokens"
+    ]  # fmt: skip
+    browser.set("select", "one step")
+    browser.set("input[type=range]", "0")
+    assert browser.texts(heads) == ["Step 2, prompt on line 1"]
+    browser.set("input[type=search]", "+ 3 =")  # over the ends of two tokens, in another step
+    assert browser.texts(heads) == ["Step 4, prompt on line 3"]
+    assert browser.value("[...CSS.highlights.get('match')].map(String)") == ["+ 3 ="] * 2
+    browser.set("input[type=search]", "straße")
+    assert browser.texts(heads) == ["Step 2, prompt on line 1"]
+    browser.set("input[type=search]", "in no sample")
+    assert (browser.texts(heads), browser.texts("[role=status]")) == ([], ["0 of the page's prompts match. "])
+    browser.set("input[type=search]", "")
+    browser.set("input[type=range]", "1")
+    shades = {}
+    for colour in ("log-prob", "advantage", "version"):
+        browser.set("label:nth-child(2) select", colour)
+        tokens = "[...document.querySelectorAll('pre.policy span')].map(node => [node.textContent, node.title, {}])"
+        shown = browser.value(tokens.format("node.style.background"))
+        assert [text for text, *_ in shown] == ["2 ", "+ 3", " = "]
+        assert [title for _, title, _ in shown] == [
+            "log-prob -0.5, advantage -0.5, version 2", "log-prob -6, advantage -0.5, version 3",
+            "advantage -0.5, version 3",
+        ]  # fmt: skip
+        shades[colour] = [shade for *_, shade in shown]
+    likely, unlikely, unknown = shades["log-prob"]
+    assert ("7%" in likely, "70%" in unlikely, unknown) == (True, True, "")
+    assert len({*shades["advantage"]}) == 1
+    assert [shades["version"].count(shade) for shade in shades["version"]] == [1, 2, 2]
+    browser.set("label:nth-child(2) select", "nothing")
+    assert browser.texts("pre.policy span") == []
+    assert browser.problems == []
 
 
 # Enough of a browser's document for the page's script; prints [anchor, x, text] of each number of the charts.
@@ -143,6 +191,7 @@ class Element {
   addEventListener() {}
   replaceChildren() { this.children = []; }
 }
+globalThis.CSS = {};
 const data = { textContent: require("fs").readFileSync(0, "utf8") };
 globalThis.document = { body: new Element("body"), createElement: name => new Element(name),
   createElementNS: (space, name) => new Element(name), getElementById: () => data };
@@ -176,6 +225,7 @@ def test_the_numbers_of_a_chart_differ_and_none_is_cut(
     steps = (1, 5000, 10000)
     rows = [{"step": step} | {name: row[place] for name, row in values.items()} for place, step in enumerate(steps)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "samples.jsonl").write_text("")
     data, script = re.findall(r"<script[^>]*>\n?(.*?)</script>", write_page(run).read_text(), re.S)
     (tmp_path / "page.js").write_text(script)
     command = ["node", "-e", DOCUMENT, str(tmp_path / "page.js")]

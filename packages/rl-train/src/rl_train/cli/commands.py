@@ -239,5 +239,26 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
             typer.echo(advice, err=True)
 
 
+@app.command("compare", epilog=examples("rl-train compare RUN RUN2", "rl-train compare runs/* --out runs.html"))
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, the --out of train; two or more.")],
+    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("compare.html"),
+) -> None:
+    """Compare runs, also while they run: curves, options that differ, samples of the same prompts, seconds by phase.
+
+    The page is one file that needs no network. A short table goes to the terminal.
+    """
+    with mistakes_as_messages():
+        from rl_train.report.comparison import Comparison
+        from rl_train.report.terminal import columns_of_runs
+
+        comparison = Comparison(runs)
+        comparison.write(out)
+        for title, rows in (("rl-train compare", comparison.table()), ("Options that differ", comparison.differing)):
+            if rows:
+                Console().print(columns_of_runs(title, comparison.names, rows))
+        typer.echo(printable(out))
+
+
 add_recipes(app)
 add_launch(app)

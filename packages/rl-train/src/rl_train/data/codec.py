@@ -171,6 +171,18 @@ class TextCodec:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token, with special tokens; without a tokenizer the ids.
+
+        A character of several tokens belongs to its last one.
+        """
+        if not self.available:
+            return [f"{token} " for token in tokens]
+        from tokenizers.decoders import DecodeStream  # imported here: only text needs it
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in tokens]
+
     def _ids(self, text: str) -> list[int]:
         """Return the token ids of a rendered chat."""
         ids: list[int] = self._chat(whole(text), add_special_tokens=False)["input_ids"]

@@ -113,13 +113,14 @@ class Reinforcement(Recipe):
 
     @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
-        """Return the best and the worst response to the first prompts of the last step."""
+        """Return the best and the worst responses of the last step, with their turns."""
         return self._shown
 
     def shown(self, step: int) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
         """Return the samples every `--show-every` steps, and a response."""
         options = self.options
-        shown = self._shown if options.show_every and step % options.show_every == 0 else []
+        shows = options.show_every and step % options.show_every == 0
+        shown = [{name: value for name, value in x.items() if name != "turns"} for x in self._shown if shows]
         keys = [(sample.get("source"), sample["line"]) for sample in shown]
         samples = [x | {"prompt": self._questions[key] or x["prompt"]} for x, key in zip(shown, keys, strict=True)]
         return shown, {"sample": self._sample, "samples": samples, "nothing": self._said_equal}
@@ -172,15 +173,14 @@ class Reinforcement(Recipe):
 
     def _write(self, step: int, rollouts: Experience) -> None:
         """Choose the samples of a step, and with `--save-rollouts` write all its responses."""
-        prompts = rollouts.prompts[:_SHOWN]
-        self._shown = list(self._scorer.best_and_worst(prompts, rollouts.batch, rollouts.scores))
+        prompts, batch = rollouts.prompts, rollouts.batch
+        self._shown = list(self._scorer.best_and_worst(prompts, batch, rollouts.scores, _SHOWN))
         several = len(split_sources(self.options.prompts)) > 1
         self._questions = {(str(each.source) if several else None, each.line): question(each.row) for each in prompts}
         if self.options.save_rollouts:
-            lines = [prompt.line for prompt in rollouts.prompts]
-            truncated = self._scorer.truncated(rollouts.batch)
-            rewards = rollouts.scored.rewards
-            self._files.write(step, rollouts.batch, lines, rollouts.scores, rewards, truncated=truncated)
+            rewards, truncated = rollouts.scored.rewards, self._scorer.truncated(batch)
+            lines = [prompt.line for prompt in prompts]
+            self._files.write(step, batch, lines, rollouts.scores, rewards, truncated=truncated)
 
     def _say_if_equal(self, step: int, experience: Experience) -> None:
         """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""

@@ -17,6 +17,7 @@ from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
 from rl_train.trajectories.episodes import episode_ids, select_episodes, sum_by_episode, totals
+from rl_train.trajectories.shown_turns import shown_turns
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,23 @@ class Scorer:
         longest, stops = self.checked_run.options.sampling.max_new_tokens, self.checked_run.stop_ids
         return [len(response) == longest and int(response[-1]) not in stops for response in batch.responses()]
 
-    def best_and_worst(self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor) -> Iterator[dict[str, Any]]:
-        """Yield the best and the worst response to these prompts, the first of a batch with `scores` `[prompts, n]`."""
-        shown = [
-            (number, column)
-            for number in range(len(prompts))
-            for column in dict.fromkeys((int(scores[number].argmax()), int(scores[number].argmin())))
-        ]
-        yield from self.records(prompts, batch, scores, shown)
+    def best_and_worst(
+        self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor, most: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the best and the worst response to the first `most` prompts, and better and worse ones of the batch.
+
+        Each has its turns, see `shown_turns`; `scores` are `[prompts, n]`.
+        """
+        extremes = [(row.argmax(), row.argmin()) for row in scores[:most]]
+        shown = dict.fromkeys((number, int(column)) for number, columns in enumerate(extremes) for column in columns)
+        for extreme, index in ((scores[:most].max(), scores.argmax()), (scores[:most].min(), scores.argmin())):
+            number, column = divmod(int(index), scores.shape[1])
+            if scores[number, column] != extreme:
+                shown[number, column] = None
+        places = [number * scores.shape[1] + column for number, column in shown]
+        turns = shown_turns(select_episodes(batch, places), self.checked_run.codec)
+        for record, turns_of_record in zip(self.records(prompts, batch, scores, [*shown]), turns, strict=True):
+            yield record | {"turns": turns_of_record}
 
     def records(
         self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor, shown: Sequence[tuple[int, int]]

@@ -7,6 +7,8 @@ import math
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ from ckpt.cli import printable
 from ckpt.files import replacing, room_for
 from rl_train.data.sources import read_json
 from rl_train.report.lines import read_lines, replace_text
+from rl_train.report.page_samples import evenly_spaced, samples_of_run
 from rl_train.report.signs import warned
 
 PAGE = "report.html"
@@ -47,8 +50,8 @@ CHARTS: dict[str, Sequence[str]] = {
     ),
     "Tokens per second": ("tokens_per_second",),
 }
-# The page has curves of at most MOST_STEPS steps, and samples of at most MOST_SAMPLED steps.
-MOST_STEPS, MOST_SAMPLED = 1000, 50
+# The page has curves of at most MOST_STEPS steps and MOST_STEPS evaluations.
+MOST_STEPS = 1000
 PACKAGES = (
     *("rl-train", "rl-models", "parallel-layers", "rl-ckpt", "hf-patches", "megatron-utils"),
     *("torch", "transformers", "tokenizers", "safetensors", "megatron-core", "vllm", "ray", "flash-attn"),
@@ -66,32 +69,82 @@ def versions() -> dict[str, str]:
     return installed
 
 
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run, which may still be running.
+
+    Raises:
+        ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if not (self.folder / "options.json").is_file():
+            raise ValueError(f"{self.folder} holds no run: it has no options.json; give the --out of rl-train train")
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Return the options of the run."""
+        options: dict[str, Any] = read_json(self.folder / "options.json")
+        return {name: value for name, value in options.items() if name != "inputs"}
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics."""
+        return read_lines(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the lines of samples."""
+        return read_lines(self.folder / "samples.jsonl")
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the packages of the run."""
+        file = self.folder / VERSIONS
+        return read_json(file) if file.is_file() else {}
+
+    @cached_property
+    def tiles(self) -> dict[str, str]:
+        """Return the numbers that sum the run up."""
+        return _tiles(self.options, self.metrics)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Return what the page holds of the run."""
+        return {
+            "name": self.folder.resolve().name,
+            "subtitle": _subtitle(self.options),
+            "tiles": self.tiles,
+            "warnings": warned(self.metrics),
+            "metrics": _of_steps(self.metrics, MOST_STEPS),
+            "options": self.options,
+            "versions": self.versions,
+        }
+
+
 def write_page(folder: Path) -> Path:
     """Write `report.html` from the files of a run, which may still be running, and return its path.
 
     Raises:
         ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
     """
-    if not (folder / "options.json").is_file():
-        raise ValueError(f"{folder} holds no run: it has no options.json; give the --out of rl-train train")
-    options = read_json(folder / "options.json")
-    metrics, samples = (read_lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))
-    content = {
-        "name": folder.resolve().name,
-        "subtitle": _subtitle(options),
-        "tiles": _tiles(options, metrics),
-        "warnings": warned(metrics),
-        "metrics": _of_steps(metrics, MOST_STEPS),
-        **_charts(metrics),
-        "samples": _of_steps(samples, MOST_SAMPLED),
-        "options": {name: value for name, value in options.items() if name != "inputs"},
-        "versions": read_json(folder / VERSIONS) if (folder / VERSIONS).is_file() else {},
-    }
+    run = RunFiles(folder)
+    write_content(folder / PAGE, {"runs": [run.content], **charts_of(run.metrics), **samples_of_run(run.samples)})
+    return folder / PAGE
+
+
+def write_content(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a page with this content."""
     # Inside a script element, only "<" could end the element or begin a comment.
     text = json.dumps(_readable(content)).replace("<", "\\u003c")
-    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    replace_text(folder / PAGE, page.replace("RUN", text, 1))
-    return folder / PAGE
+    replace_text(path, page_template().replace("RUN", text, 1))
+
+
+def page_template() -> str:
+    """Return the page without its content."""
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def _subtitle(options: Mapping[str, Any]) -> str:
@@ -115,14 +168,14 @@ def write_curves(folder: Path) -> Path:
     metrics = read_lines(folder / "metrics.jsonl")
     with room_for(None, folder / CURVES):
         (folder / CURVES).mkdir(exist_ok=True)
-    for chart in _charts(metrics)["charts"]:
+    for chart in charts_of(metrics)["charts"]:
         name = "-".join(re.findall(r"[a-z]+", chart["title"].lower()))
         draw_curve(folder / CURVES / f"{name}.png", chart, _of_steps(metrics, MOST_STEPS))
     return folder / CURVES
 
 
 def draw_curve(path: Path, chart: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a chart, of the form of `_charts`, as a PNG; a single curve with its mean over a tenth of the run."""
+    """Draw a chart, of the form of `charts_of`, as a PNG; a single curve with its mean over a tenth of the run."""
     from matplotlib.figure import Figure  # of the extra `plots`
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -166,7 +219,7 @@ def _tiles(options: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> dict[s
     return steps | change(headline) | change(f"eval/{headline}") | mean
 
 
-def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def charts_of(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the charts of `CHARTS` that have numbers, and a chart of each other metric."""
     names = list(dict.fromkeys(name for record in metrics for name in record if name != "step"))
     charts, charted = [], set()
@@ -184,15 +237,11 @@ def _charts(metrics: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     return {"charts": charts, "others": other_charts}
 
 
-def _of_steps(records: Sequence[dict[str, Any]], max_steps: int) -> list[dict[str, Any]]:
-    """Return the records of at most `max_steps` steps, evenly spaced, and the records of all evaluations."""
-    steps = list(dict.fromkeys(record["step"] for record in records))
-    if len(steps) > max_steps:
-        steps = [steps[place * (len(steps) - 1) // (max_steps - 1)] for place in range(max_steps)]
-    kept_steps = set(steps)
-    return [
-        record for record in records if record["step"] in kept_steps or any(name.startswith("eval/") for name in record)
-    ]
+def _of_steps(records: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Return at most `most` records, evenly spaced, and as many records of evaluations."""
+    evaluations = [record for record in records if any(name.startswith("eval/") for name in record)]
+    kept = {id(record) for group in (records, evaluations) for record in evenly_spaced(group, most)}
+    return [record for record in records if id(record) in kept]
 
 
 def _readable(value: Any) -> Any:

@@ -224,6 +224,16 @@ def two_columns(values: Mapping[str, Any], title: str) -> Table:
     return table
 
 
+def columns_of_runs(title: str, runs: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> Table:
+    """Return a table with a row for each name and a column for each run."""
+    table = Table("", title=title, title_justify="left")
+    for run in runs:
+        table.add_column(_text(run), overflow="fold")
+    for name, values in rows.items():
+        table.add_row(_text(name), *(_text("" if value is None else str(value)) for value in values))
+    return table
+
+
 def _text(text: str) -> Text:
     """Return a foreign text without markup: in a plain string the console would interpret brackets and colons."""
     return Text(printable(text))
