@@ -77,6 +77,7 @@ def test_all_responses_of_a_step_are_read_back(
         letter = "abcdefghijkl"[row["line"] - 1]
         assert (row["prompt_text"], row["step"]) == (codec.decode(row["tokens"][:begin], special=True), 1)
         assert row["prompt_text"].endswith(letter)
+        assert row["source"] == str(run.options.prompts)
         assert row["response_text"] == codec.decode(row["tokens"][begin:], special=True)
         assert row["versions"] == [-1] * begin + [0] * (len(row["tokens"]) - begin)
         assert row["truncated"] == (sum(row["mask"]) == 4)

@@ -65,7 +65,7 @@ def test_the_extremes_of_a_step_are_shown_beside_the_first_prompts() -> None:
     prompts: Any = [SimpleNamespace(line=number + 1, tokens=[5], row={}) for number in range(4)]
     codec = SimpleNamespace(available=False, pieces=lambda tokens: [f"{token}" for token in tokens])
     sampling = SimpleNamespace(max_new_tokens=1)
-    options = SimpleNamespace(sampling=sampling, converses=False)
+    options = SimpleNamespace(sampling=sampling, converses=False, prompts=Path("rows.jsonl"))
     checked_run: Any = SimpleNamespace(codec=codec, options=options, stop_ids=())
     scorer = Scorer(checked_run, None, lambda make: make(), lambda text: None)
     for scores, shown in (

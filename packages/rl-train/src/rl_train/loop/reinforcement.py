@@ -179,8 +179,7 @@ class Reinforcement(Recipe):
         self._questions = {(str(each.source) if several else None, each.line): question(each.row) for each in prompts}
         if self.options.save_rollouts:
             rewards, truncated = rollouts.scored.rewards, self._scorer.truncated(batch)
-            lines = [prompt.line for prompt in prompts]
-            self._files.write(step, batch, lines, rollouts.scores, rewards, truncated=truncated)
+            self._files.write(step, batch, prompts, rollouts.scores, rewards, truncated=truncated)
 
     def _say_if_equal(self, step: int, experience: Experience) -> None:
         """Tell once for consecutive steps that all rewards, or all rewards of each group, are equal."""

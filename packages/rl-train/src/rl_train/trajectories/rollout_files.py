@@ -13,6 +13,7 @@ from torch import Tensor
 from ckpt.files import replacing, room_for
 from rl_models import Batch
 from rl_train.data.codec import TextCodec
+from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION
 from rl_train.trajectories.episodes import SAMPLE, episode_ids
 
@@ -45,7 +46,7 @@ class RolloutFiles:
         self,
         step: int,
         batch: Batch,
-        lines: Sequence[int],
+        prompts: Sequence[Prompt],
         scores: Tensor,
         rewards: Mapping[str, Tensor],
         *,
@@ -55,8 +56,9 @@ class RolloutFiles:
 
         A row is a sequence: a response, or one of the samples of an episode. Its columns are
 
-            step, line, response, sample    the step, the prompt's line, the response's number among those to the
-                                            prompt, and the sample's number in its episode; both from 0
+            step, line, source              the step, and the line and the file of the prompt
+            response, sample                the response's number among those to the prompt, and the sample's number in
+                                            its episode; both from 0
             reward, reward/NAME             the score with its penalties, and each of several rewards
             truncated                       whether a limit cut the response off
             prompt_text, response_text      the texts with special tokens; null without a tokenizer
@@ -68,7 +70,7 @@ class RolloutFiles:
             step: The number of the step.
             batch: The E episodes of all responses to P prompts, with the fields `ESTIMATES`, NaN in sequences that the
                 step does not learn from.
-            lines: The line of each prompt.
+            prompts: The P prompts.
             scores: `[P, E / P]`.
             rewards: The rewards by name, `[E]` each.
             truncated: Whether a limit cut each episode off.
@@ -77,7 +79,7 @@ class RolloutFiles:
 
         ids, per_prompt = episode_ids(batch), scores.shape[1]
         columns = {
-            "line": torch.tensor(lines)[ids // per_prompt],
+            "line": torch.tensor([prompt.line for prompt in prompts])[ids // per_prompt],
             "response": ids % per_prompt,
             "sample": batch[SAMPLE][batch.first] if SAMPLE in batch.fields else torch.zeros_like(ids),
             "reward": scores.flatten()[ids],
@@ -85,6 +87,8 @@ class RolloutFiles:
             "truncated": torch.tensor(truncated)[ids],
         }
         table = self._table(batch, {"step": torch.full_like(ids, step), **columns})
+        sources = [str(prompts[number].source) for number in (ids // per_prompt).tolist()]
+        table = table.append_column("source", [sources])
         file = self._folder / FILE.format(step)
         with room_for(None, file):
             self._folder.mkdir(exist_ok=True)
