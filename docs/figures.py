@@ -21,10 +21,12 @@ DARK = ("#2dd4bf", "#fbbf24", "#c4b5fd")
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1f2328}.heading{font-weight:600}.note,.tick{fill:#59636e}"
     ".tick{font-size:11px}.grid{stroke:#d1d9e0}.ours{fill:#0f766e}.peer{fill:#a3adb8}polyline{fill:none;stroke-width:2}"
-    + "".join(f".line{number}{{stroke:{colour}}}" for number, colour in enumerate(COLOURS))
+    + "".join(
+        f".line{number}{{stroke:{colour}}}.name{number}{{fill:{colour}}}" for number, colour in enumerate(COLOURS)
+    )
     + "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.note,.tick{fill:#9198a1}.grid{stroke:#3d444d}"
     ".ours{fill:#2dd4bf}.peer{fill:#656c76}"
-    + "".join(f".line{number}{{stroke:{colour}}}" for number, colour in enumerate(DARK))
+    + "".join(f".line{number}{{stroke:{colour}}}.name{number}{{fill:{colour}}}" for number, colour in enumerate(DARK))
     + "}"
 )
 
@@ -122,6 +124,10 @@ def curves(title: str, heading: str, lines: dict[str, dict[int, float]], top: fl
     for number, (name, line) in enumerate(lines.items()):
         points = " ".join(place(step, value) for step, value in line.items())
         body.append(f'<polyline class="line{number}" points="{points}"><title>{escape(name)}</title></polyline>')
+    names = " ".join(
+        f'<tspan class="name{number}">{escape(name.strip("`"))}</tspan>' for number, name in enumerate(lines)
+    )
+    body.append(f'<text class="tick" x="{(left + right) / 2:g}" y="{below + 16}" text-anchor="middle">{names}</text>')
     return svg(title, below + 22, body)
 
 

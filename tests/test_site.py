@@ -68,8 +68,11 @@ def test_the_first_command_stands_on_the_first_screen_of_a_phone(browser: Browse
     browser.open(f"{address}/index.html", PHONE, 800)
     block = browser.value("(({top, bottom}) => [top, bottom])(document.querySelector('pre').getBoundingClientRect())")
     assert 0 < block[0] < block[1] < 800
-    lines = browser.value("document.querySelector('pre code').getClientRects().length")
-    assert lines == 1  # no line is wrapped
+    style = "(one => [one.clientHeight, ...['lineHeight', 'paddingTop'].map(name => getComputedStyle(one)[name])])"
+    height, *sizes = browser.value(f"{style}(document.querySelector('pre code'))")
+    line, padding = (float(size.removesuffix("px")) for size in sizes)
+    text = browser.value("document.querySelector('pre code').innerText.trim()")
+    assert round((height - 2 * padding) / line) == len(text.splitlines()) == 2  # no line is wrapped
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -78,11 +81,13 @@ def test_pictures_follow_the_colours_of_the_page(browser: Browser, address: str,
     image = pytest.importorskip("PIL.Image")
 
     def bars() -> dict[str, int]:
-        """Count the pixels that have the colours of bars; the header always has the light one."""
-        browser.value("document.querySelector('img[src$=\"head.svg\"]').scrollIntoView({block: 'center'})")
+        """Count the pixels of the first figure that have the colours of bars."""
+        figure = "document.querySelector('img[src$=\"head.svg\"]')"
+        browser.value(f"{figure}.scrollIntoView({{block: 'center'}})")
+        box = browser.value(f"(one => [one.left, one.top, one.right, one.bottom])({figure}.getBoundingClientRect())")
         browser.screenshot(tmp_path / "page.png")
         with image.open(tmp_path / "page.png") as page:
-            colours = {colour: count for count, colour in page.convert("RGB").getcolors(1 << 24)}
+            colours = {colour: count for count, colour in page.convert("RGB").crop(box).getcolors(1 << 24)}
         return {"light": colours.get((15, 118, 110), 0), "dark": colours.get((45, 212, 191), 0)}
 
     browser.open(f"{address}/index.html", dark=dark)
@@ -92,9 +97,9 @@ def test_pictures_follow_the_colours_of_the_page(browser: Browser, address: str,
     browser.value(f"document.querySelector('#__palette_{1 if dark else 2}').click()")
     browser.wait_for(f"document.body.getAttribute('data-md-color-scheme') == '{scheme}'")
     after = bars()
-    assert (before["dark"] > 3000, after["dark"] > 3000) == (dark, not dark)
-    bright, dim = (after, before) if dark else (before, after)
-    assert bright["light"] > dim["light"] + 3000
+    dim, bright = (before, after) if dark else (after, before)
+    assert dim["dark"] > 3000 > 30 > dim["light"]
+    assert bright["light"] > 3000 > 30 > bright["dark"]
 
 
 @pytest.mark.parametrize(
