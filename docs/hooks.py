@@ -80,7 +80,8 @@ def llms(name: str, nav: list[dict[str, Any]], files: Files) -> str:
 
 def first_sentence(markdown: str) -> str:
     """Return the first sentence of a page's first paragraph, without marks; empty for a page without one."""
-    for paragraph in re.split(r"\n\s*\n", markdown):
+    text_alone = re.sub(r"^ *(```+|~~~+).*?^ *\1 *$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n", text_alone):
         if re.match(r"[\w*`\[]", text := " ".join(paragraph.split())):
             text = re.sub(r"[*`]", "", LINK.sub(r"\2", text))
             return re.split(r"(?<=[.!?:])\s", text)[0].removesuffix(":")

@@ -272,6 +272,25 @@ def test_the_site_points_links_at_its_own_pages(hooks: dict[str, Any], text: str
     assert shown(f"[not a link]\n\n[{text}](docs/nowhere.md)") == f"[not a link]\n\n[{text}](docs/nowhere.md)"
 
 
+def test_the_list_for_language_models_has_titles_addresses_and_first_sentences(hooks: dict[str, Any]) -> None:
+    """`tests/test_site.py` looks at the list of the built site."""
+    texts = {
+        "index.md": "# Home\n\n**Train models** on [any grid](grid.md), fast. More.",
+        "grid.md": "# Grid\n\n```bash\nrl-train plan\n```\n\n| a | b |\n\nTake `dp`\nfirst: it is simple.",
+        "names.md": "::: name\n",
+    }
+
+    def file(uri: str) -> SimpleNamespace:
+        return SimpleNamespace(url=uri.replace(".md", ".html"), page=SimpleNamespace(markdown=texts[uri]))
+
+    nav = [{"Home": "index.md"}, {"Guides": [{"Choose": "grid.md"}, {"Names": "names.md"}]}]
+    assert hooks["llms"]("Site", nav, SimpleNamespace(get_file_from_path=file)).splitlines() == [
+        *("# Site", "", "> Train models on any grid, fast.", "", "## Pages", ""),
+        *("- [Home](index.html): Train models on any grid, fast.", "", "## Guides", ""),
+        *("- [Choose](grid.html): Take dp first", "- [Names](names.html)"),
+    ]
+
+
 def test_a_strict_build_of_the_site_sees_its_warnings(hooks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """mkdocs counts warnings by a handler, so that under `--quiet` it counts none and exits with 0."""
     hooks["on_config"](SimpleNamespace(strict=True))
