@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
 from megatron_utils.core_version import INSTALLED
+from megatron_utils.random_streams import seed_streams
+from parallel_layers.device import gpu
 
 Groups = Mapping[str, ProcessGroup | None]
 # Globals of `parallel_state`, each with the group that it holds, by the names of `ProcessGroupCollection`.
@@ -109,14 +111,14 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
     With a seed, torch's own streams start from it and are restored at the end; without a seed they stay unchanged.
     """
-    device = torch.cuda.current_device()
-    states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    device = gpu.current_device()
+    states = torch.get_rng_state(), gpu.get_rng_state(device)
 
     def put_back() -> None:
         torch.set_rng_state(states[0])
-        torch.cuda.set_rng_state(states[1], device)
+        gpu.set_rng_state(states[1], device)
 
-    megatron_random.model_parallel_cuda_manual_seed(seed or 0, force_reset_rng=True)
+    seed_streams(seed or 0)
     if seed is None:
         put_back()
         yield

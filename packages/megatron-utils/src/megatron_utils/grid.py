@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_utils.core_state import Groups, global_state, is_active
 from megatron_utils.core_version import INSTALLED
 from parallel_layers import ParallelDims
+from parallel_layers.device import GPU, gpu
 from parallel_layers.distributed import form_group
 
 # The axes that vary inside each group, outermost first; Megatron writes this order as "tp-cp-ep-dp-pp".
@@ -122,10 +123,10 @@ def megatron_device() -> torch.device | None:
     Megatron-Core takes this device for granted. Inside `megatron_utils.testing.cpu_stand_in` it is the CPU.
     """
     try:
-        current: Any = torch.cuda.current_device()
+        current: Any = gpu.current_device()
     except (AssertionError, RuntimeError):  # torch without CUDA, or a machine without a GPU
         return None
-    return torch.device("cuda", current) if isinstance(current, int) else current
+    return torch.device(GPU, current) if isinstance(current, int) else current
 
 
 @contextlib.contextmanager
@@ -207,7 +208,7 @@ def _expert_tp(dims: ParallelDims, expert_tp: int | None) -> int:
 
 def _form_groups(dims: ParallelDims, members: tuple[int, ...], expert_tp: int) -> Groups:
     """Return every group of this rank; None: this rank is outside (a middle stage has no embedding)."""
-    mesh = dims.build_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", members)
+    mesh = dims.build_mesh(GPU if dist.get_backend() == "nccl" else "cpu", members)
     expert_dp = dims.dp * dims.cp * dims.tp // (dims.ep * expert_tp)
     dense = torch.tensor(members).view(dims.pp, dims.dp, dims.cp, dims.tp)
     expert = dense.view(dims.pp, expert_dp, dims.ep, expert_tp)

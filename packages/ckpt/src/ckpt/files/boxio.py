@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ckpt.device import GPU
 from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo, Transposed
 from ckpt.files.quantized import Quantized
@@ -31,7 +32,7 @@ class Staging:
     def view(self, shape: Shape, dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
         """Return a contiguous tensor over the buffer for transfers with `device`; valid until the next call."""
         needed = math.prod(shape) * dtype.itemsize
-        pinned = device.type == "cuda"
+        pinned = device.type == GPU
         if pinned not in self._buffers or self._buffers[pinned].numel() < needed:
             self._buffers[pinned] = torch.empty(max(needed, STAGING_BYTES), dtype=torch.uint8, pin_memory=pinned)
         return self._buffers[pinned][:needed].view(dtype).view(shape)

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt.device import GPU, gpu
+
 
 def capture_rng() -> dict[str, Any]:
     """Return the states of torch's and Python's random-number generators, as JSON values."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"torch": _text(torch.get_rng_state()), "python": [version, list(numbers), gauss]}
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
+    if gpu.is_available():
+        state[GPU] = _text(gpu.get_rng_state())
     return state
 
 
@@ -24,8 +26,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes(state["torch"]))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    if GPU in state and gpu.is_available():
+        gpu.set_rng_state(_bytes(state[GPU]))
 
 
 def streams_to_json(streams: Mapping[str, Tensor]) -> dict[str, str]:
@@ -82,8 +84,8 @@ def _renewed(name: str, states: Sequence[Any], index: int, turn: int) -> Any:
         return [version, list(numbers), gauss]
     on_cpu = _text(torch.Generator().manual_seed(seed).get_state())
     # A state on CUDA is a seed and an offset, 8 bytes each.
-    on_cuda = seed.to_bytes(8, "little").hex() + "00" * 8
-    for new in (on_cpu, on_cuda):
+    on_gpu = seed.to_bytes(8, "little").hex() + "00" * 8
+    for new in (on_cpu, on_gpu):
         if len(new) == len(saved):
             return new
     raise ValueError(
@@ -102,7 +104,7 @@ def check_states(saved: Any) -> None:
         raise ValueError("rng must be a list of one object for each rank")
     for rank, entry in enumerate(saved):
         try:
-            for state in (entry["torch"], entry.get("cuda", ""), *entry.get("streams", {}).values()):
+            for state in (entry["torch"], entry.get(GPU, ""), *entry.get("streams", {}).values()):
                 bytes.fromhex(state)
             version, numbers, gauss = entry["python"]
             random.Random().setstate((version, tuple(numbers), gauss))

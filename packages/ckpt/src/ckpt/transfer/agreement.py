@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ckpt.device import GPU, gpu
+
 T = TypeVar("T")
 
 
@@ -18,9 +20,7 @@ def rank_in(group: ProcessGroup | None) -> int:
 
 def group_device(group: ProcessGroup) -> torch.device:
     """Return the device on which a collective of this group takes tensors."""
-    return (
-        torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device("cuda", torch.cuda.current_device())
-    )
+    return torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.device(GPU, gpu.current_device())
 
 
 def all_gather_json(message: Any, group: ProcessGroup | None) -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpt.device import GPU, gpu
 from ckpt.files.boxio import Staging, part_of, read_box
 from ckpt.files.header import TensorInfo
 from ckpt.layout.pieces import Box, volume
@@ -49,9 +50,9 @@ def read_all(reads: Iterable[Read], *, threads: int = 4) -> None:
         OSError: A file cannot be read.
     """
     ordered = sorted(reads, key=lambda read: (read.path, read.info.offset, read.box))
-    devices = {read.destination.device for read in ordered if read.destination.device.type == "cuda"}
+    devices = {read.destination.device for read in ordered if read.destination.device.type == GPU}
     # CUDA copies run on the caller's streams.
-    streams = {device: torch.cuda.current_stream(device) for device in devices}
+    streams = {device: gpu.current_stream(device) for device in devices}
     inference, local, ended = torch.is_inference_mode_enabled(), threading.local(), threading.Event()
 
     def run(batch: list[Read]) -> None:
@@ -63,7 +64,7 @@ def read_all(reads: Iterable[Read], *, threads: int = 4) -> None:
             with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
                 for read in batch:
                     device = read.destination.device
-                    with torch.cuda.stream(streams[device]) if device in streams else contextlib.nullcontext():
+                    with gpu.stream(streams[device]) if device in streams else contextlib.nullcontext():
                         read.fill(file.fileno(), local.staging)
         except BaseException:
             ended.set()

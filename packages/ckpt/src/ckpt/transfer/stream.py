@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ckpt.device import GPU, gpu
 from ckpt.files.block_fp8 import in_fp8
 from ckpt.files.boxio import view_of
 from ckpt.layout.adapters import Change
@@ -91,7 +92,7 @@ def stream_hf(
     target_device = torch.device(device)
     full: dict[str, Tensor] = {}
     # Parts of a tensor are joined where they are: copies to the host are of whole tensors.
-    to_host = sample is not None and sample.is_cuda and target_device.type == "cpu"
+    to_host = sample is not None and sample.device.type == GPU and target_device.type == "cpu"
     assembly = sample.device if sample is not None and to_host else target_device
 
     def deliver(want: WantedPiece, box: Box, values: Tensor) -> None:
@@ -120,12 +121,12 @@ def _in_pinned_memory(batches: Iterable[Batch], device: torch.device) -> Iterato
     The copies run on a separate CUDA stream, beside the collectives that fetch the next batch. PyTorch's allocator
     hands pinned memory that the caller has freed to later copies.
     """
-    side = torch.cuda.Stream(device)
-    pending: tuple[torch.cuda.Event, Batch] | None = None
+    side = gpu.Stream(device)
+    pending: tuple[gpu.Event, Batch] | None = None
     for batch in batches:
-        side.wait_stream(torch.cuda.current_stream(device))
+        side.wait_stream(gpu.current_stream(device))
         copies: Batch = []
-        with torch.cuda.stream(side):
+        with gpu.stream(side):
             for name, tensor in batch:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 copies.append((name, copy.copy_(tensor, non_blocking=True)))

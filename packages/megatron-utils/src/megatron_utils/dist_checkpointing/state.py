@@ -13,11 +13,12 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
 from megatron_utils.grid import MegatronGrid
 from megatron_utils.optimizer.build import Optimizer, chained, counts_by_group, get_steps, set_steps
+from megatron_utils.random_streams import tracker
+from parallel_layers.device import gpu
 from parallel_layers.linear import LowRank
 
 # The only format of a distributed optimizer that every other grid can read. The keys hold the global numbers of layers,
@@ -83,7 +84,7 @@ def load_optimizer(optimizer: Optimizer, grid: MegatronGrid, loaded: dict[str, A
             state.get("optimizer", state)["state"]["common_step"] = step
         if numbers["grad_scaler"]:
             state["grad_scaler"] = {
-                key: torch.tensor([value], device=torch.cuda.current_device()) if isinstance(value, float) else value
+                key: torch.tensor([value], device=gpu.current_device()) if isinstance(value, float) else value
                 for key, value in numbers["grad_scaler"].items()
             }
         step_guard = _step_kept(inner) if isinstance(inner, DistributedOptimizer) else contextlib.nullcontext()
@@ -97,7 +98,7 @@ def optimizer_numbers(optimizer: Optimizer) -> dict[str, Any]:
 
     Collective over the default group: a rank with frozen parameters only gets the step from other ranks.
     """
-    step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=torch.cuda.current_device())
+    step = torch.tensor([max(map(get_steps, chained(optimizer.inner)), default=0)], device=gpu.current_device())
     dist.all_reduce(step, op=dist.ReduceOp.MAX)
     return {"step": int(step), "grad_scaler": optimizer.loss_scale_state}
 
@@ -200,8 +201,8 @@ def _step_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
 
 def random_streams(grid: MegatronGrid) -> dict[str, ShardedTensor]:
     """Return the random states of this rank: torch's on the CPU and the device, and Megatron's named streams."""
-    states = {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state()}
-    states |= {f"stream.{name}": state for name, state in megatron_random.get_cuda_rng_tracker().get_states().items()}
+    states = {"cpu": torch.get_rng_state(), "device": gpu.get_rng_state()}
+    states |= {f"stream.{name}": state for name, state in tracker().get_states().items()}
     world = grid.groups.intra_dist_opt
     return {
         name: ShardedTensor.from_rank_offsets(
@@ -215,7 +216,5 @@ def load_random_streams(states: dict[str, Tensor]) -> None:
     """Restore the random states of this rank."""
     plain = {name: state[0].cpu() for name, state in states.items()}
     torch.set_rng_state(plain.pop("cpu"))
-    torch.cuda.set_rng_state(plain.pop("device"))
-    megatron_random.get_cuda_rng_tracker().set_states(
-        {name.removeprefix("stream."): state for name, state in plain.items()}
-    )
+    gpu.set_rng_state(plain.pop("device"))
+    tracker().set_states({name.removeprefix("stream."): state for name, state in plain.items()})

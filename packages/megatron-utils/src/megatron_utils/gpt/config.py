@@ -15,6 +15,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from parallel_layers import ModelConfig, ParallelDims
 from parallel_layers.attention import LatentConfig
+from parallel_layers.device import GPU, gpu
 from parallel_layers.mlp import ACTIVATIONS, activation_function
 from parallel_layers.model import FAMILIES as DESCRIBED, read
 from parallel_layers.moe import MoEConfig
@@ -33,7 +34,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 def parameter_device(config: TransformerConfig) -> str | None:
     """Return the device on which layers make their parameters; None: the CPU."""
-    return None if config.use_cpu_initialization else "cuda"
+    return None if config.use_cpu_initialization else GPU
 
 
 def is_stacked(moe: MoEConfig | Mapping[str, Any]) -> bool:
@@ -196,7 +197,7 @@ def transformer_config(
         "deallocate_pipeline_outputs": True,
         # Weights come from a checkpoint.
         "perform_initialization": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        "use_cpu_initialization": not gpu.is_available(),
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_utils.random_streams import tracker
 from parallel_layers.distributed import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -80,12 +80,12 @@ def same_draws() -> Iterator[None]:
     Under sequence parallelism Megatron-Core runs layers in a random stream of each rank, which only its own dropout
     needs; the models of `build_gpt` have none.
     """
-    tracker = get_cuda_rng_tracker()
-    tracker.fork = lambda *_: nullcontext()
+    streams = tracker()
+    streams.fork = lambda *_: nullcontext()
     try:
         yield
     finally:
-        del tracker.fork
+        del streams.fork
 
 
 def _add(linear: Any, options: LoraOptions, projections: Sequence[Part]) -> None:

@@ -26,6 +26,7 @@ from megatron_utils.grid import MegatronGrid
 from parallel_layers import LogProbs, ModelConfig, PackedSequence, RotaryEmbedding, linear_log_probs, next_token_labels
 from parallel_layers.attention import gather_sequence, split_sequence
 from parallel_layers.data import refuse_unshifted_labels
+from parallel_layers.device import GPU, gpu
 from parallel_layers.distributed import gather_from_sequence_parallel, gather_from_tensor_parallel
 from parallel_layers.head import SamplingMask
 from parallel_layers.inference import SequenceCache
@@ -242,7 +243,7 @@ def build_chunks(grid: MegatronGrid, make: Callable[[int | None, bool, bool], Ch
         post_process = grid.is_last_stage and stage in (None, (grid.virtual_stages or 1) - 1)
         chunk = make(stage, pre_process, post_process)
         _mark_shards(chunk)
-        chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
+        chunks.append(chunk.to(GPU) if gpu.is_available() else chunk)
     return chunks
 
 

@@ -16,6 +16,8 @@ from parallel_layers.attention import blocks
 from parallel_layers.attention.flash import FLASH_ATTENTION_2, FLASH_ATTENTION_4, VARLEN
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.reference import EXACT, REFERENCE
+from parallel_layers.device.gpus import gpu
+from parallel_layers.device.names import GPU
 from parallel_layers.kernels.runtime import HAS_TRITON, device_type
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -64,7 +66,7 @@ def _has_flash_attention_4() -> bool:
 
 
 def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return gpu.get_device_capability() if gpu.is_available() else (0, 0)
 
 
 def _fastest_backward(
@@ -81,7 +83,7 @@ def _fastest_backward(
     return d_q, d_k, d_v[..., : sizes[1]]
 
 
-_flash = partial(Backend, device="cuda", dtypes=HALF, invariant=True)
+_flash = partial(Backend, device=GPU, dtypes=HALF, invariant=True)
 
 # "auto" prefers earlier rows: the fastest is first (see benchmarks/RESULTS.md).
 BACKENDS: dict[str, Backend] = {

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.data.packing import PackedSequence
+from parallel_layers.device.names import GPU
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def split_micro_batches(
     # Exchange before raising: the other ranks would wait for a rank that raised.
     count, wrong_anywhere = len(bins), len(wrong)
     if group is not None and group.size() > 1:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        device = GPU if dist.get_backend(group) == "nccl" else "cpu"
         counts = torch.tensor([count, wrong_anywhere], device=device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
         count, wrong_anywhere = counts.tolist()

@@ -18,6 +18,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import gpu, on_gpu
 from parallel_layers.distributed.gloo import prepare_gloo
 
 _ops = torch.ops._c10d_functional
@@ -92,9 +93,9 @@ def head_start(message: Tensor) -> None:
     A GEMM occupies all SMs when it launches, so a collective that becomes ready a moment later would start late. The
     delay is for large transfers only. It does the work of the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1.
     """
-    if message.is_cuda and not torch.compiler.is_compiling() and message.nbytes >= _WORTH_A_HEAD_START:
-        with torch.cuda.device(message.device):
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+    if on_gpu(message) and not torch.compiler.is_compiling() and message.nbytes >= _WORTH_A_HEAD_START:
+        with gpu.device(message.device):
+            gpu._sleep(_HEAD_START_CYCLES)
 
 
 def start_all_to_all(x: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Tensor:

@@ -26,11 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_layers.device.names import GPU
 from parallel_layers.head.sampling_mask import SamplingMask
 from parallel_layers.kernels.runtime import device_type
 from parallel_layers.module.autocast import wide
 
-TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}
+TILE_ELEMENTS = {"cpu": 1 << 21, GPU: 1 << 25}
 """Largest temporary of a tile, in elements, by device type; other devices take the CUDA value."""
 
 _VOCABULARY_SLICE = 8192
@@ -188,7 +189,7 @@ def logit_tiles(
 
 def tile_shape(num_tokens: int, num_entries: int, hidden_size: int, device_type: str) -> tuple[int, int]:
     """Return `(tokens, vocabulary entries)` of a tile: logits and weight within the limit of the device."""
-    limit = TILE_ELEMENTS.get(device_type, TILE_ELEMENTS["cuda"])
+    limit = TILE_ELEMENTS.get(device_type, TILE_ELEMENTS[GPU])
     entries = max(1, min(num_entries, _VOCABULARY_SLICE, limit // max(hidden_size, 1)))
     return max(1, min(num_tokens, limit // entries)), entries
 
@@ -198,7 +199,7 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
     fp16 is widened on every device, because gradients of logits underflow in fp16.
     """
-    return x.dtype if device_type(x.device) == "cuda" and x.dtype == torch.bfloat16 else wide(x.dtype)
+    return x.dtype if device_type(x.device) == GPU and x.dtype == torch.bfloat16 else wide(x.dtype)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -309,5 +310,5 @@ def given_gradients(logits_TV: Tensor, labels_T: Tensor, upstream: UpstreamGradi
 
 def token_runs(rows_TN: Tensor) -> Iterator[slice]:
     """Cut rows into runs of at most as many elements as a tile has."""
-    limit = TILE_ELEMENTS.get(device_type(rows_TN.device), TILE_ELEMENTS["cuda"])
+    limit = TILE_ELEMENTS.get(device_type(rows_TN.device), TILE_ELEMENTS[GPU])
     return runs(len(rows_TN), max(1, limit // max(rows_TN.shape[1], 1)))

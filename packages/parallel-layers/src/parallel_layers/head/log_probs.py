@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import gpu, on_gpu
 from parallel_layers.head.arguments import check_head, check_labels, logit_transform
 from parallel_layers.head.invariant import check_invariant
 from parallel_layers.head.operators import log_probs_op
@@ -122,11 +123,11 @@ def has_room(num_tokens: int, weight_VH: Tensor) -> bool:
 
     False on other devices and in compiled code.
     """
-    if not weight_VH.is_cuda or torch.compiler.is_compiling():
+    if not on_gpu(weight_VH) or torch.compiler.is_compiling():
         return False
-    free, total = torch.cuda.mem_get_info(weight_VH.device)
+    free, total = gpu.mem_get_info(weight_VH.device)
     # torch holds memory that no tensor uses.
-    free += torch.cuda.memory_reserved(weight_VH.device) - torch.cuda.memory_allocated(weight_VH.device)
+    free += gpu.memory_reserved(weight_VH.device) - gpu.memory_allocated(weight_VH.device)
     probabilities = 2 * num_tokens * len(weight_VH)
     # A 16-bit gradient, and its fp32 copy.
     gradient = (weight_VH.itemsize + 4) * weight_VH.numel() if weight_VH.requires_grad else 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.head.vocabulary import IGNORE_INDEX
 from parallel_layers.kernels.runtime import has_triton
 from parallel_layers.kernels.sampling_mask import label_counts
@@ -144,7 +145,7 @@ class SamplingMask:
         is_empty = self.counts == 0
         num_labels, num_outside = self._label_counts(labels_T, vocab_size)
         lacking = ~is_empty & (labels_T != IGNORE_INDEX) & (num_labels == 0)
-        if labels_T.is_cuda or torch.compiler.is_compiling():
+        if on_gpu(labels_T) or torch.compiler.is_compiling():
             torch._assert_async(~lacking.any(), "a row of the sampling mask lacks its label")
             torch._assert_async(num_outside == 0, f"the sampling mask has ids outside 0..{vocab_size - 1}")
         elif not labels_T.is_meta and (bool(lacking.any()) or bool(num_outside)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head.chunked import (
     TILE_ELEMENTS,
@@ -88,7 +89,7 @@ def _tile_shape(sides: Sequence[Side], rows_of_rank: int | None) -> tuple[int, i
     The products of a side, and its rows, have at most half the elements of a tile of `chunked`; whole rows as many.
     """
     (num_tokens, _), num_entries = sides[-1].hidden_TH.shape, len(sides[-1].weight_VH)
-    limit = TILE_ELEMENTS.get(device_type(sides[-1].hidden_TH.device), TILE_ELEMENTS["cuda"])
+    limit = TILE_ELEMENTS.get(device_type(sides[-1].hidden_TH.device), TILE_ELEMENTS[GPU])
     if rows_of_rank is not None:
         tokens = max(1, min(num_tokens, limit // rows_of_rank))
         # cuBLAS has tiles of 128 tokens.

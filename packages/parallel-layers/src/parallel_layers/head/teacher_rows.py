@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed import async_collectives
 from parallel_layers.head.vocabulary import vocab_range
 from parallel_layers.kernels.runtime import device_type
 
-EXCHANGE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+EXCHANGE_ELEMENTS = {"cpu": 1 << 21, GPU: 1 << 26}
 """Largest gathered part of a teacher's head, in elements, by device type; other devices take the CUDA value."""
 
 Rows = tuple[slice | Tensor, Tensor]
@@ -68,7 +69,7 @@ def is_local(
 def _gathered_parts(teacher_VH: Tensor, group: ProcessGroup | None) -> Iterator[tuple[int, int, Tensor]]:
     """Yield `(first id, step, rows)` of each rank's rows, some of them at a time."""
     size = group.size() if async_collectives.is_sharded(group) else 1
-    limit = EXCHANGE_ELEMENTS.get(device_type(teacher_VH.device), EXCHANGE_ELEMENTS["cuda"])
+    limit = EXCHANGE_ELEMENTS.get(device_type(teacher_VH.device), EXCHANGE_ELEMENTS[GPU])
     steps = max(1, min(len(teacher_VH), -(-size * teacher_VH.numel() // limit)))
 
     def start(first: int) -> Tensor:

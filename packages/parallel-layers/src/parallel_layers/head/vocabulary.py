@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.distributed import async_collectives
 
 IGNORE_INDEX = -100
@@ -48,7 +49,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, *, ignore_index: int | None = 
     wrong = (ids < 0) | (ids >= vocab_size)
     if ignore_index is not None:
         wrong &= ids != ignore_index
-    if ids.is_cuda or torch.compiler.is_compiling():
+    if on_gpu(ids) or torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), f"a {name} is outside the vocabulary 0..{vocab_size - 1}")
     elif not ids.is_meta and wrong.any():
         index = wrong.nonzero()[0].tolist()

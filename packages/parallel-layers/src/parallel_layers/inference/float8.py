@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.float8 import quantize_rows, scale_, suits_gemm
 from parallel_layers.linear.layers import ColumnLinear, RowParallelLinear
@@ -39,7 +40,7 @@ class RowScaled(Product):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `x W^T + b` with the copy; `Product.__call__` has the arguments."""
         rows, scales = quantize_rows(x.reshape(-1, x.shape[-1]))
-        if x.is_cuda:
+        if on_gpu(x):
             y = self._multiply(rows, scales)
         else:
             y = F.linear(
@@ -83,7 +84,7 @@ def float8_attributes(view: nn.Module) -> dict[str, Any]:
 def _of_experts(view: GroupedExperts) -> dict[str, Any]:
     if not can_round(view):  # also where experts are gathered in FP8
         return {}
-    if (rounded := RoundedExperts.of_layer(view)).down.is_cuda:
+    if on_gpu((rounded := RoundedExperts.of_layer(view)).down):
         return {"rounded": rounded}
     return {
         name: dense.transpose(1, 2) if view.input_major else dense

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.distributed.async_collectives import is_sharded
 from parallel_layers.linear.execution import UNDIVIDED, Execution, Placement
 from parallel_layers.linear.few_tokens import sum_and_add, sum_and_norm
@@ -137,6 +138,6 @@ def _of_mixture(view: MoE) -> dict[str, Any]:
         attributes |= {"expert_tensor_parallel": True, "group": None}
     if view.expert_tensor_parallel or group is None:
         view.gate.__dict__["group"] = None
-    if is_sharded(ranks) or experts.down_proj.is_cuda:
+    if is_sharded(ranks) or on_gpu(experts.down_proj):
         experts.__dict__["forward"] = partial(decode_experts, experts, group)
     return attributes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import gpu, on_gpu
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels import peers
 from parallel_layers.kernels.peers import BLOCKS, FLAG_BYTES, MAX_RANKS, exchange
@@ -52,7 +53,7 @@ def exchange_few(x: Tensor, group: ProcessGroup, kind: Kind) -> Tensor:
 
 def takes(x: Tensor, group: ProcessGroup) -> bool:
     """Return whether x goes over symmetric memory; the same on every rank, which all have x of one shape."""
-    fits = x.is_cuda and 0 < x.nbytes <= HALF_BYTES and group.size() <= MAX_RANKS
+    fits = on_gpu(x) and 0 < x.nbytes <= HALF_BYTES and group.size() <= MAX_RANKS
     return fits and why_not_symmetric_memory(group, x.device) is None
 
 
@@ -68,7 +69,7 @@ def _buffer(x: Tensor, group: ProcessGroup) -> dict[str, Any]:
     """Return the arguments of a kernel for the group's buffers."""
     of_group = _buffers.setdefault(group, {})
     if x.device not in of_group:
-        if torch.cuda.is_current_stream_capturing():
+        if gpu.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot map memory of other ranks; run the step once before capturing it")
         of_group[x.device] = _Buffer(group, x.device)
     buffer = of_group[x.device]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels import quack
 from parallel_layers.kernels.runtime import device_type
@@ -109,7 +110,7 @@ def is_torch_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     destination = Destination.of(weight)
     adds = weight.requires_grad and (destination.parameter is not None or destination.dtype != weight.dtype)
-    return not (adds and device_type(x.device) == "cuda" and x.numel() * len(weight) >= quack.MIN_WORK)
+    return not (adds and device_type(x.device) == GPU and x.numel() * len(weight) >= quack.MIN_WORK)
 
 
 def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -142,4 +143,4 @@ def add_product_(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _multiplies_wide(a: Tensor) -> bool:
     """Return whether a GEMM of half-precision operands can write fp32 without fp32 copies of them."""
-    return device_type(a.device) == "cuda" and a.dtype in (torch.float16, torch.bfloat16)
+    return device_type(a.device) == GPU and a.dtype in (torch.float16, torch.bfloat16)

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import gpu
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.parallel_dims import time_limit
 from parallel_layers.kernels.sum import sum_parts
@@ -88,17 +90,17 @@ def peer_memory(group: ProcessGroup, num_bytes: int, device: torch.device) -> Pe
     """
     memories = _memories.setdefault(group, {})
     memory = memories.get(device)
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = gpu.is_current_stream_capturing()
     if memory is None or memory.num_bytes < num_bytes:
         if capturing:
             raise RuntimeError(
                 f"a CUDA graph cannot allocate the {num_bytes} bytes that the ranks map of each other; run the "
                 "function once before capturing it"
             )
-        torch.cuda.synchronize(device)  # the old memory may still be in use
+        gpu.synchronize(device)  # the old memory may still be in use
         memory = None
         memories.pop(device, None)
-        torch.cuda.empty_cache()  # torch's allocator keeps free memory, and this memory comes from elsewhere
+        gpu.empty_cache()  # torch's allocator keeps free memory, and this memory comes from elsewhere
         memory = memories[device] = PeerMemory(group, num_bytes, device)
     if capturing:
         _in_graphs.setdefault(group, set()).add(memory)
@@ -225,27 +227,29 @@ def why_not_symmetric_memory(group: ProcessGroup | None, device: torch.device) -
     """
     if group is None or not async_collectives.is_sharded(group):
         return "one rank has nothing to send"
-    if device.type != "cuda":
+    if device.type != GPU:
         return f"it needs CUDA devices, not {device.type}"
     reasons = _reasons.setdefault(group, {})
     if device not in reasons:
-        gpu = torch.cuda.current_device() if device.index is None else device.index
-        reasons[device] = _why_not_linked(group, device, gpu)
+        index = gpu.current_device() if device.index is None else device.index
+        reasons[device] = _why_not_linked(group, device, index)
     return reasons[device]
 
 
-def _why_not_linked(group: ProcessGroup, device: torch.device, gpu: int) -> str | None:
-    ids = [_gpu_id(i) for i in range(torch.cuda.device_count())]
-    gathered = async_collectives.all_gather(torch.tensor(list(ids[gpu]), dtype=torch.uint8, device=device)[None], group)
+def _why_not_linked(group: ProcessGroup, device: torch.device, index: int) -> str | None:
+    ids = [_gpu_id(i) for i in range(gpu.device_count())]
+    gathered = async_collectives.all_gather(
+        torch.tensor(list(ids[index]), dtype=torch.uint8, device=device)[None], group
+    )
     peers = [bytes(row) for row in gathered.tolist()]
-    reason = _agree(why_not_peers(gpu, ids, peers, torch.cuda.can_device_access_peer), group, device)
+    reason = _agree(why_not_peers(index, ids, peers, gpu.can_device_access_peer), group, device)
     return reason or _agree(_why_not_mapped(group, device), group, device)
 
 
 def why_not_peers(
-    gpu: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
+    own: int, visible: Sequence[bytes], peers: Sequence[bytes], can_access: Callable[[int, int], bool]
 ) -> str | None:
-    """Return why GPU `gpu` cannot reach all of `peers`, by the ids of the GPUs `visible` here; None when it can."""
+    """Return why GPU `own` cannot reach all of `peers`, by the ids of the GPUs `visible` here; None when it can."""
     for rank, peer in enumerate(peers):
         if peer not in visible:
             return (
@@ -253,14 +257,14 @@ def why_not_peers(
                 "for peer access (if it is hidden: let each process see all GPUs of the host)"
             )
         index = visible.index(peer)
-        if index != gpu and not can_access(gpu, index):
-            return f"GPU {gpu} has no peer access to GPU {index} (rank {rank}): they are not linked by NVLink"
+        if index != own and not can_access(own, index):
+            return f"GPU {own} has no peer access to GPU {index} (rank {rank}): they are not linked by NVLink"
     return None
 
 
 def _gpu_id(index: int) -> bytes:
     """Return an id that is the same in every process that sees the GPU, and has a fixed length."""
-    return sha256(str(torch.cuda.get_device_properties(index).uuid).encode()).digest()
+    return sha256(str(gpu.get_device_properties(index).uuid).encode()).digest()
 
 
 def _why_not_mapped(group: ProcessGroup, device: torch.device) -> str | None:

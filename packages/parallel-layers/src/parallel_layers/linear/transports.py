@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.distributed import async_collectives
 from parallel_layers.linear.few_tokens import exchange_few
 from parallel_layers.linear.products import Product, multiply_into
@@ -274,7 +275,7 @@ def choose_overlap(name: str, x: Tensor, rows: int, group: ProcessGroup, dtype: 
         return "serial"
     rounds = dtype in (None, x.dtype)
     if name == "auto" or (name == "symmetric-memory" and not rounds):
-        if not x.is_cuda or rows < AUTO_ROWS:
+        if not on_gpu(x) or rows < AUTO_ROWS:
             return "serial"
         return "symmetric-memory" if rounds and why_not_symmetric_memory(group, x.device) is None else "collectives"
     if name == "symmetric-memory" and (reason := why_not_symmetric_memory(group, x.device)) is not None:

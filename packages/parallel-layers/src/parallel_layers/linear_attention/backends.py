@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from parallel_layers.attention.backends import ANY_FLOAT, HALF
+from parallel_layers.device.names import GPU
 from parallel_layers.kernels.runtime import HAS_TRITON, capability, device_type
 
 DELTA_RULE, MAMBA2 = "the gated delta rule", "Mamba-2"
@@ -51,7 +52,7 @@ def _why_no_gradients_in_fla(per_channel: bool) -> str | None:
     """fla refuses the backward for a gate per head where Triton's code for it is wrong."""
     installed = version("triton")
     triton = tuple(map(int, re.findall(r"\d+", installed)[:3]))
-    is_wrong = capability(torch.device("cuda"))[0] == 9 and (3, 4) <= triton < (3, 7, 1)
+    is_wrong = capability(torch.device(GPU))[0] == 9 and (3, 4) <= triton < (3, 7, 1)
     if per_channel or not is_wrong or find_spec("tilelang") is not None:
         return None
     return (
@@ -66,7 +67,7 @@ BACKENDS: dict[str, Backend] = {
         frozenset({DELTA_RULE}),
         "the fla-core package, 0.6 or newer (extra parallel-layers[linear-attention]), and a CUDA build of torch",
         _has_fla,
-        device="cuda",
+        device=GPU,
         dtypes=HALF,
         max_head_dim=256,
         why_no_gradients=_why_no_gradients_in_fla,
@@ -75,7 +76,7 @@ BACKENDS: dict[str, Backend] = {
         frozenset({MAMBA2}),
         "Triton, which CUDA builds of torch have",
         lambda: HAS_TRITON,
-        device="cuda",
+        device=GPU,
         dtypes=frozenset({torch.bfloat16, torch.float32}),
         max_head_dim=256,
     ),

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from parallel_layers.device.gpus import gpu
+from parallel_layers.device.names import GPU
 from parallel_layers.module.sharding import is_dtensor
 
 
@@ -33,7 +35,7 @@ class ActivationOffload:
     def __init__(self, min_bytes: int = 1 << 20) -> None:
         self.min_bytes = min_bytes
         self._recent: list[_Layer] = []  # the last two layers
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, gpu.Stream] = {}
 
     def begin(self, *, first: bool) -> _Layer:
         """Begin a layer: send the layer before to the host, and free the device memory of the layer before that."""
@@ -49,10 +51,10 @@ class ActivationOffload:
         memo[id(self)] = copied = ActivationOffload(self.min_bytes)
         return copied
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
+    def stream(self, device: torch.device) -> gpu.Stream:
         """Return the stream of the copies of a device."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = gpu.Stream(device)
         return self._streams[device]
 
 
@@ -132,13 +134,13 @@ class _SavedTensor:
         # A detached alias: the tensor itself would hold the graph that holds this object.
         self.on_device: Tensor | None = tensor.detach()
         self.host: Tensor | None = None
-        self._sent_event: torch.cuda.Event | None = None
-        self._fetched_event: torch.cuda.Event | None = None
+        self._sent_event: gpu.Event | None = None
+        self._fetched_event: gpu.Event | None = None
 
     def send(self) -> None:
         """Begin the copy to the host, once."""
         if self.host is None and self.on_device is not None:
-            pinned = self.device.type == "cuda"
+            pinned = self.device.type == GPU
             self.host = torch.empty_like(self.on_device, device="cpu", pin_memory=pinned)
             self._sent_event = self._copy(self.host, self.on_device)
 
@@ -164,20 +166,20 @@ class _SavedTensor:
         assert self.on_device is not None
         return self.on_device
 
-    def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
+    def _copy(self, to: Tensor, source: Tensor) -> gpu.Event | None:
+        if self.device.type != GPU:
             to.copy_(source)
             return None
         stream = self.layer.offload.stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(gpu.current_stream(self.device))
+        with gpu.stream(stream):
             to.copy_(source, non_blocking=True)
             return stream.record_event()
 
-    def _wait(self, copied: torch.cuda.Event | None) -> None:
+    def _wait(self, copied: gpu.Event | None) -> None:
         """Let the current stream wait for a copy."""
         if copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied)
+            gpu.current_stream(self.device).wait_event(copied)
 
 
 def _unpack(packed: Tensor | _SavedTensor) -> Tensor:

@@ -6,11 +6,12 @@ parameters and all Python references stay valid and have their values again afte
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from parallel_layers.device.gpus import gpu, pin
 
 # Storages start at multiples of this many bytes in the host buffer.
 _ALIGNMENT = 128
@@ -90,11 +91,8 @@ def host_memory(nbytes: int) -> Tensor:
     torch's own pinned memory would be rounded up to a power of two, and kept after it is freed.
     """
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    if nbytes and torch.cuda.is_available():  # CUDA refuses to pin nothing
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
-        # At exit the driver has gone and has released its locks.
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    if nbytes and gpu.is_available():  # CUDA refuses to pin nothing
+        pin(memory)
     return memory
 
 
@@ -117,5 +115,5 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if gpu.is_available():
+        gpu.synchronize()

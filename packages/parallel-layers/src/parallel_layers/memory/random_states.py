@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import gpu
+from parallel_layers.device.names import GPU
 from parallel_layers.module.seeds import hashed_seed
 
 # The stream of torch's default generators outside of any fork.
@@ -30,7 +32,7 @@ class RngStates:
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = torch.device(device) if device is not None and torch.device(device).type != "cpu" else None
-        if self.device is not None and self.device.type != "cuda":
+        if self.device is not None and self.device.type != GPU:
             raise ValueError(f"device={device!r} must be a CPU or a CUDA device")
         self._states: dict[str, Tensor] = {}
         # The streams of the open forks, innermost last. torch's generators hold the state of the last stream.
@@ -116,9 +118,9 @@ class RngStates:
     def _generators(self) -> dict[str, torch.Generator]:
         if self.device is None:
             return {"cpu": torch.default_generator}
-        torch.cuda.init()
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return {"cpu": torch.default_generator, "cuda": torch.cuda.default_generators[index]}
+        gpu.init()
+        index = gpu.current_device() if self.device.index is None else self.device.index
+        return {"cpu": torch.default_generator, GPU: gpu.default_generators[index]}
 
     def _suspend(self) -> None:
         for kind, generator in self._generators().items():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.device.names import GPU
 from parallel_layers.kernels.gated_experts import GLU, weighted_glu
 from parallel_layers.kernels.runtime import device_type, use_triton
 from parallel_layers.linear.block_scaled import SCALES, GroupedBlockScaled
@@ -265,7 +266,7 @@ def grouped_linear(x_MK: Tensor, weight_eNK: Tensor, counts_e: Tensor, *, input_
 def is_one_kernel(weight_eNK: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Say whether `grouped_linear` with this weight, in `dtype`, is one kernel without host synchronisation."""
     whole_vectors = weight_eNK.shape[1] % 8 == 0 and weight_eNK.shape[2] % 8 == 0  # the kernel reads 16 bytes at a time
-    return device_type(weight_eNK.device) == "cuda" and (dtype or weight_eNK.dtype) == torch.bfloat16 and whole_vectors
+    return device_type(weight_eNK.device) == GPU and (dtype or weight_eNK.dtype) == torch.bfloat16 and whole_vectors
 
 
 def grouped_bias(bias_eN: Tensor, counts_e: Tensor, weights_M: Tensor) -> Tensor:

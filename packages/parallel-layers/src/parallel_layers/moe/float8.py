@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from parallel_layers.device.gpus import gpu
+from parallel_layers.device.names import GPU
 from parallel_layers.kernels.float8 import (
     PADDING,
     quantize_rows,
@@ -39,9 +41,9 @@ def why_not_float8_experts(weight_eNK: Tensor) -> str | None:
     if any(size % MULTIPLE for size in weight_eNK.shape[1:]):
         return f"their sizes {list(weight_eNK.shape[1:])} are no multiples of {MULTIPLE}"
     device = weight_eNK.device
-    if device.type == "meta" and not planning() and torch.cuda.is_available():  # before its weights are on the GPU
-        device = torch.device("cuda", torch.cuda.current_device())
-    wrong_gpu = device_type(device) == "cuda" and not is_hopper(device)
+    if device.type == "meta" and not planning() and gpu.is_available():  # before its weights are on the GPU
+        device = torch.device(GPU, gpu.current_device())
+    wrong_gpu = device_type(device) == GPU and not is_hopper(device)
     return "torch's grouped FP8 GEMM needs a Hopper GPU" if wrong_gpu else None
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import scatter_to_sequence_parallel
 from parallel_layers.kernels.matmul import MAX_LEAVES, step_of, supports_matmul
@@ -52,7 +53,7 @@ class InvariantExperts(GroupedExperts):
         rows = as_operand(rows)
         wide = _GroupedProduct.apply(rows, first, counts, None, None)
         # On a CPU in fp64, which hides the place of an element; see `kernels.exact`.
-        wide, of_rows = (wide, weights) if wide.is_cuda else (wide.double(), weights.double())
+        wide, of_rows = (wide, weights) if on_gpu(wide) else (wide.double(), weights.double())
         inner = self._activate(wide, of_rows, counts).to(rows.dtype)
         out: Tensor = _GroupedProduct.apply(inner, second, counts, self.blocks // self.tp, self.group)
         if self.down_proj_bias is not None and biased:

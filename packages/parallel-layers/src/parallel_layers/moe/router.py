@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed import async_collectives
 from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.kernels.runtime import device_type, use_triton
@@ -71,7 +72,7 @@ def wide_linear(x_TH: Tensor, weight_EH: Tensor, *, invariant: bool = False) -> 
 
     `invariant`: the bits of a row do not depend on the other rows (`linear.invariant`).
     """
-    if device_type(x_TH.device) == "cuda" and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
+    if device_type(x_TH.device) == GPU and x_TH.dtype == weight_EH.dtype == torch.bfloat16:
         result: Tensor = _WideLinear.apply(x_TH, weight_EH, invariant)
         return result
     wide = torch.promote_types(x_TH.dtype, torch.float32)

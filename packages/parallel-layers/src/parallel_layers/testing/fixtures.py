@@ -51,9 +51,8 @@ def four_nccl_ranks() -> Iterator[RankPool]:
 
 
 def _nccl_pool(max_ranks: int) -> Iterator[RankPool]:
-    import torch
-
+    from parallel_layers.device.gpus import gpu
     from parallel_layers.testing.pool import RankPool
 
-    with RankPool(min(torch.cuda.device_count(), max_ranks), backend="nccl") as pool:
+    with RankPool(min(gpu.device_count(), max_ranks), backend="nccl") as pool:
         yield pool

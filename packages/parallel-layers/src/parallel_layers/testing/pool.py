@@ -25,6 +25,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
+from parallel_layers.device.names import VISIBLE_DEVICES
 from parallel_layers.testing import worker
 
 # Packages that are slow to import; the server imports the ones that the caller has imported.
@@ -150,7 +151,7 @@ def fork_server() -> None:
 def _environment(backend: str) -> dict[str, str]:
     # One thread a rank: the ranks share the machine's cores. On gloo the GPUs are hidden, because imports may touch
     # CUDA, which does not work after a fork.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    hidden = {VISIBLE_DEVICES: ""} if backend == "gloo" else {}
     return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | hidden
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from parallel_layers.device.gpus import gpu, on_gpu
 from parallel_layers.distributed.group_rendezvous import existing_groups
 
 # The rank that this process is.
@@ -156,9 +157,9 @@ def _join(rank: int, start: Start) -> list[Any]:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     size = start.world_size
     if start.backend == "nccl":
-        if (devices := torch.cuda.device_count()) < size:
+        if (devices := gpu.device_count()) < size:
             raise ValueError(f"backend='nccl' with world_size={size} needs {size} CUDA devices, found {devices}")
-        torch.cuda.set_device(rank)
+        gpu.set_device(rank)
     _share_one_gloo_device()
     store = FileStore(f"{start.folder}/store", size)
     # The pool's own time limits are far shorter.
@@ -245,7 +246,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         x = obj.detach().cpu() if self.detach else obj
-        if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_quantized or x.is_cuda:
+        if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_quantized or on_gpu(x):
             return x.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         x = x.resolve_conj().resolve_neg()
         span = (

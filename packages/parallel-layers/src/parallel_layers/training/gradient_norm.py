@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.names import GPU
 from parallel_layers.distributed.async_collectives import is_sharded
 from parallel_layers.module.autocast import wide
 from parallel_layers.module.sharding import Sharding, first_row, get_sharding, is_dtensor
@@ -65,8 +66,8 @@ def clip_grad_norm_(
             pieces += _counted(gradient, local, get_sharding(owner, name))
     parameters = [parameter for root in roots for parameter in root.parameters()]
     # A pipeline stage without parameters computes on the device of its group.
-    on_cuda = pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl"
-    device = parameters[0].device if parameters else torch.device("cuda" if on_cuda else "cpu")
+    by_nccl = pipeline_group is not None and dist.get_backend(pipeline_group) == "nccl"
+    device = parameters[0].device if parameters else torch.device(GPU if by_nccl else "cpu")
     total = _sum_of_squares(classes, by_name, device)
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
@@ -87,7 +88,7 @@ def _sum_of_squares(
 ) -> Tensor:
     """Return the sum of squares of all classes of pieces; a class is summed over the groups of its key."""
     # Ranks with different dtypes agree on fp64.
-    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    dtype = torch.float64 if device.type in ("cpu", GPU) else torch.float32
     zero = torch.zeros((), dtype=dtype, device=device)
     totals = {
         key: torch.linalg.vector_norm(_norms(pieces), dtype=dtype).square() if pieces else zero

@@ -17,6 +17,7 @@ from ckpt.layout import Change
 from ckpt.transfer import read_companions, whole_adapters
 from parallel_layers import PackedSequence
 from parallel_layers.data import SharedPrefixes
+from parallel_layers.device import GPU, gpu
 from parallel_layers.head import Distillation, SamplingMask
 from parallel_layers.linear import LowRank
 from parallel_layers.model import without_adapters
@@ -282,11 +283,11 @@ class Engine(ABC):
         self.updates += 1
         seed = getattr(self.options.lora, "seed", 0)
         key = crc_seed(seed, self.updates, self.grid.rank("dp"), self.grid.rank("cp"))
-        on_gpu = self.grid.device.type == "cuda"
+        on_gpu = self.grid.device.type == GPU
         with torch.random.fork_rng(devices=[self.grid.device] if on_gpu else []):
             torch.default_generator.manual_seed(key)
             if on_gpu:
-                torch.cuda.manual_seed(key)
+                gpu.manual_seed(key)
             for module in dropping:
                 module.train()
             try:

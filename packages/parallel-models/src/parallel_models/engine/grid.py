@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_layers import ParallelDims
+from parallel_layers.device import GPU, gpu
 from parallel_models.engine.checks import require_kind
 
 
@@ -58,7 +59,7 @@ class Grid:
         """
         require_kind("dims", dims, ParallelDims)
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = torch.device(GPU, gpu.current_device()) if gpu.is_available() else "cpu"
         device = torch.device(device)
         if mesh is not None:
             sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt import agree
 from parallel_layers import PackedSequence
+from parallel_layers.device import GPU, gpu
 from parallel_layers.inference import PagedKVCache, SequenceCache
 from parallel_models.engine.grid import Grid
 from parallel_models.engine.vision import Visual
@@ -228,7 +229,7 @@ class CacheOptions:
 
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes that a cache may take by default; None: no limit."""
-    if device.type != "cuda":
+    if device.type != GPU:
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(device)[0] + unused))
+    unused = gpu.memory_reserved(device) - gpu.memory_allocated(device)
+    return int(_SHARE_OF_FREE_MEMORY * (gpu.mem_get_info(device)[0] + unused))

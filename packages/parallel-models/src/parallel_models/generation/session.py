@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_layers import PackedSequence
+from parallel_layers.device import Graph, gpu
 from parallel_layers.head import SamplingMask
 from parallel_layers.inference import DecodeSteps, sample, sample_with_mask
 from parallel_layers.linear import LowRank
@@ -84,7 +85,7 @@ class GenerationSession:
                 )
             self._slots = torch.arange(options.sequences + 1, device=device)
         self._sampling: object = None
-        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[tuple[object, ...], Graph | None] = {}
         self._weights = self._versions()
 
     def fits(self, options: CacheOptions, most: int) -> bool:
@@ -152,8 +153,8 @@ class GenerationSession:
         graph = self._graphs[key]
         if graph is None:
             captured = [other_graph.pool() for other_graph in self._graphs.values() if other_graph is not None]
-            graph = self._graphs[key] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=captured[0] if captured else None):
+            graph = self._graphs[key] = Graph()
+            with gpu.graph(graph, pool=captured[0] if captured else None):
                 part(*where)
         graph.replay()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ckpt
 from parallel_layers.attention import gather_sequence
 from parallel_layers.data import pad_to
+from parallel_layers.device import GPU
 from parallel_layers.inference import decodes_in_blocks
 from parallel_layers.linear import SCALES, dense_weight, round_again_, with_execution
 from parallel_layers.moe import (
@@ -308,7 +309,7 @@ class ParallelEngine(Engine):
             head = Scorer(steps)
             forward = DecodingForward(prompts, steps, head, self.stages, self.pipeline, self.vision, exact=exact)
             waits = any(waits_for_counts(layer) for layer in model.modules() if isinstance(layer, GroupedExperts))
-            capturable = grid.device.type == "cuda" and not waits and not exact
+            capturable = grid.device.type == GPU and not waits and not exact
             caches = options.build([new_cache], grid)
             if self.options.tp_invariant and not options.exact:
                 # Ranks that exchange rows of experts wait for counts.

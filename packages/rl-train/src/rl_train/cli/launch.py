@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.cli import printable
+from parallel_layers.device import GPU
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, examples, functions_of
 from rl_train.cluster.slurm import SlurmJob
@@ -104,6 +105,6 @@ def _checked(name: str, arguments: dict[str, Any], nodes: int, gpus_per_node: in
     Machines(count=nodes).ranks(options.grid.world_size)
     check, rehearse, _ = functions_of(options)
     check_unlocked(options.out)
-    kind, backend = ("cuda", "nccl") if gpus_per_node else ("cpu", "gloo")
+    kind, backend = (GPU, "nccl") if gpus_per_node else ("cpu", "gloo")
     rehearse(check(options, devices=Devices(kind, backend, nodes * gpus_per_node)))
     return options

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel_layers.device import VISIBLE_DEVICES
 from rl_train.cluster.addresses import interface_of, listen_on
 from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.resources import import_ray
@@ -59,7 +60,7 @@ class RankHost:
         """Set the variables of torchrun, before torch is imported; a network interface that the user chose stays."""
         self._timeout = collective_timeout
         if self._accelerator == "CPU":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ[VISIBLE_DEVICES] = ""
         os.environ.update(env)
         keep_compiled_kernels()
         if (interface := interface_of(self._address)) is not None:

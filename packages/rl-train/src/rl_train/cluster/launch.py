@@ -30,6 +30,7 @@ import torch.distributed as dist
 from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
 from parallel_layers import ParallelDims
+from parallel_layers.device import ASKS_NVML, GPU
 from rl_train.cluster.addresses import interface_of
 from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.machines import Failure, Machines, prefixed
@@ -38,10 +39,6 @@ from rl_train.processes.errors import ProcessLost, RankFailed, stopped
 from rl_train.processes.host import Call, Process
 from rl_train.processes.times import END_SECONDS, REPORT_SECONDS
 from rl_train.processes.worker import Calls
-
-# Modules such as transformers ask for CUDA at import. With this variable torch asks NVML instead: a process that
-# has initialised CUDA cannot be forked into ranks that use CUDA.
-_CUDA_UNTOUCHED = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Devices:
         count = torch.accelerator.device_count()
         name = accelerator.type if accelerator is not None and count else None
         if device not in (None, "cpu", name):
-            if device == "cuda":
+            if device == GPU:
                 raise ValueError("device='cuda' was asked for, but torch finds no CUDA device")
             raise ValueError(
                 f"device={device!r} must be cpu or cuda, or another accelerator that torch finds (here: {name})"
@@ -139,16 +136,18 @@ def prepare(*modules: str) -> None:
     """
     forkserver.set_forkserver_preload(list(modules))
     resource_tracker.ensure_running()  # else the server starts it, and unblocks Ctrl-C
-    before = os.environ.get(_CUDA_UNTOUCHED)
-    os.environ[_CUDA_UNTOUCHED] = "1"
+    # Modules such as transformers ask for GPUs at import, and a process that has initialised them cannot be forked into
+    # ranks that use them.
+    before = os.environ.get(ASKS_NVML)
+    os.environ[ASKS_NVML] = "1"
     try:
         with _interrupts_blocked():
             forkserver.ensure_running()
     finally:
         if before is None:
-            del os.environ[_CUDA_UNTOUCHED]
+            del os.environ[ASKS_NVML]
         else:
-            os.environ[_CUDA_UNTOUCHED] = before
+            os.environ[ASKS_NVML] = before
 
 
 @contextmanager

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
+from parallel_layers.device import GPU
+
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 # torch's name of a device type -> the resource that Ray counts such devices by.
-RAY_RESOURCE = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "cpu": "CPU"}
+RAY_RESOURCE = {GPU: "GPU", "xpu": "GPU", "npu": "NPU", "hpu": "HPU", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel_layers.device import GPU
 from rl_models.calls import checksum
 
 # What layers do with weights after they have been loaded. Experts on a CPU pack theirs.
 _PLAIN = {"cpu": {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}}
-_PLAIN["cuda"] = _PLAIN["cpu"] | {"UnquantizedFusedMoEMethod"}
+_PLAIN[GPU] = _PLAIN["cpu"] | {"UnquantizedFusedMoEMethod"}
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

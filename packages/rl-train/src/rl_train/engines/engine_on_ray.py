@@ -15,6 +15,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from ckpt.transfer import rank_in
+from parallel_layers.device import VISIBLE_DEVICES
 from rl_models import Actor
 from rl_train.cluster.group import RayModelGroup
 from rl_train.cluster.placement import Share
@@ -226,7 +227,7 @@ class RayHost:
 
     def __init__(self, accelerator: str) -> None:
         if accelerator == "CPU":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ[VISIBLE_DEVICES] = ""
         ray = import_ray()
         ids = ray.get_runtime_context().get_accelerator_ids().get(accelerator, [])
         node = ray.util.get_node_ip_address()

@@ -13,11 +13,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ckpt.transfer import TargetShards
 from parallel_layers import ParallelDims
+from parallel_layers.device import GPU, gpu
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Responses, Step
 from rl_train.engines.native import Native
@@ -209,11 +209,11 @@ class _Meeting(NamedTuple):
 
     def join(self, make: Callable[..., _Rank], rank: int) -> _Rank:
         """Form the default process group, and make the rank's part of the engine on the GPU of its number."""
-        limit, has_gpu = timedelta(seconds=self.seconds), torch.cuda.is_available()
+        limit, has_gpu = timedelta(seconds=self.seconds), gpu.is_available()
         store = dist.TCPStore(LOOPBACK, self.port, timeout=limit)  # type: ignore[attr-defined]
-        backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+        backend = f"cpu:gloo,{GPU}:nccl" if has_gpu else "gloo"
         if has_gpu:
-            torch.cuda.set_device(rank)
+            gpu.set_device(rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=self.size, timeout=limit)
         return make()
 

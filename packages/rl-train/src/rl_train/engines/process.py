@@ -19,6 +19,7 @@ from traceback import clear_frames
 from typing import Any, cast
 
 from parallel_layers import ParallelDims
+from parallel_layers.device import VISIBLE_DEVICES
 from rl_train.engines.interface import (
     EngineEnded,
     LocalEngine,
@@ -53,7 +54,7 @@ def processes(
 
     def launch(device: str) -> Child:
         path = [os.getcwd(), *filter(None, sys.path)]
-        env = {"CUDA_VISIBLE_DEVICES": device}
+        env = {VISIBLE_DEVICES: device}
         if device:
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(GPU_THREADS)
         return Child("rl_train.engines.process:main", path=path, env=env)

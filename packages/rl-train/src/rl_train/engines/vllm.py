@@ -14,12 +14,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from ckpt import Checkpoint
 from ckpt.layout import quantization_of
 from parallel_layers import ParallelDims
+from parallel_layers.device import gpu
 from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
@@ -106,7 +106,7 @@ class Vllm:
         os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
         import vllm  # takes 10 to 20 s, and only this engine needs it
 
-        self._sleeps = torch.cuda.is_available()
+        self._sleeps = gpu.is_available()
         self._asleep: list[str] = []
         # A processor of images takes the tokenizer apart; nothing else of vLLM needs the tokenizer.
         sees = any((Path(model) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))

@@ -13,6 +13,7 @@ import torch
 import ckpt
 from ckpt.transfer import adapter_config
 from parallel_layers import ParallelDims
+from parallel_layers.device import VISIBLE_DEVICES
 from parallel_layers.model import LoraOptions
 from parallel_models.engine import describe
 from rl_models import Policy
@@ -91,6 +92,6 @@ def own_device(actor: Policy) -> str:
     device: torch.device = actor.grid.device
     if device.type == "cpu":
         return ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get(VISIBLE_DEVICES, "")
     index = device.index or 0
     return visible.split(",")[index] if visible else str(index)

@@ -6,10 +6,9 @@ import math
 import warnings
 from importlib.util import find_spec
 
-import torch
-
 from ckpt import Checkpoint
 from parallel_layers import ParallelDims
+from parallel_layers.device import gpu
 from parallel_layers.lazy import check_version
 from parallel_layers.linear_attention import Mamba2Config
 from parallel_models import model_config
@@ -44,7 +43,7 @@ def require_grid(dims: ParallelDims, *, routing: bool) -> None:
             f"dims={dims} must have tp and pp alone, and ep=1 or ep=tp: vLLM divides experts over all ranks of tp; "
             "give more devices to more engines"
         )
-    if torch.cuda.is_available():
+    if gpu.is_available():
         return
     if dims.ep > 1:
         raise ValueError(f"dims={dims}: the kernel of vLLM's CPU build does not divide experts; give ep=1")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from parallel_layers import ParallelDims
+from parallel_layers.device import GPU, DeviceType
 from parallel_models import CacheOptions, EngineOptions
 from parallel_models.engine import require_number
 from rl_models import OptimizerOptions
@@ -88,7 +88,7 @@ class MemoryOptions(EngineOptions):
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     repeated: float = 0.0
     micro_batches: int | None = None
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: DeviceType = GPU
     cache: CacheOptions | None = None
     mask_width: int = 0
     teacher_size: int = 0

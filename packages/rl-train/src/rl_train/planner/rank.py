@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import ckpt
 from ckpt.transfer import float8_sides
+from parallel_layers.device import GPU
 from parallel_models.model import Boundary
 from parallel_models.optimizers import BUCKET, STORAGES, is_hidden_matrix
 from rl_train.planner.measure import ModelRun, PartBytes, measure
 from rl_train.planner.memory import Memory, MemoryOptions
 
 # cuBLAS keeps 32 MiB on Hopper for each thread with GEMMs: the thread of the forward and autograd's thread.
-WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
+WORKSPACES = {GPU: 2 * (32 << 20), "cpu": 0}
 # Bytes of a weight's state in the three buckets of an offloaded optimizer: a master and two fp32 moments at most.
 STREAMED = 3 * 12
 # Matrices of the largest one's size that Muon holds while it orthogonalises it.

@@ -18,13 +18,14 @@ import ckpt
 from ckpt import AdapterLayout, Canonical, Checkpoint
 from ckpt.files import BLOCK, SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.transfer import adapter_shapes
+from parallel_layers.device import on_gpu
 from rl_models.calls import checksum as checksum_on_device
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 BUCKET_BYTES = 64 << 20
 # A GPU copies this number of bytes to another one in about a millisecond, in which the host prepares the next bucket.
-_CUDA_BUCKET_BYTES = 256 << 20
+_GPU_BUCKET_BYTES = 256 << 20
 # Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
 _ALIGNMENT = 16
 
@@ -162,7 +163,7 @@ class Bucket(NamedTuple):
 
 def default_bucket_bytes(on_gpu: bool) -> int:
     """Return the default size of a bucket, on a GPU or a CPU."""
-    return _CUDA_BUCKET_BYTES if on_gpu else BUCKET_BYTES
+    return _GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
 
 
 def in_buckets(
@@ -181,7 +182,7 @@ def in_buckets(
     size = half = 0
     for name, tensor in named_tensors:
         if not size:
-            size = _aligned(max(most_bytes or default_bucket_bytes(tensor.is_cuda), 2 * _ALIGNMENT))
+            size = _aligned(max(most_bytes or default_bucket_bytes(on_gpu(tensor)), 2 * _ALIGNMENT))
             ring = torch.empty(2, size, dtype=torch.uint8, device=tensor.device)
         values, length = tensor.detach().reshape(-1), (size - room) // tensor.element_size()
         for first in range(0, max(1, len(values)), length):

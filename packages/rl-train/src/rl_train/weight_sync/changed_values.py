@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ckpt.transfer import ShardCopy
+from parallel_layers.device import on_gpu
 from rl_models.calls import checksum
 from rl_train.weight_sync.shard_exchange import Round, ShardPlan, aligned, by_peer, carry_rounds, device_of
 from rl_train.weight_sync.transport import Broken, Peer
@@ -58,7 +59,7 @@ class SentValues:
         """Keep the values of a box that is sent whole."""
         source = _source(copy)
         if source not in self._values:
-            self._values[source] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            self._values[source] = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu(values))
             self._values[source].copy_(values, non_blocking=True)
 
     def change(self, copy: ShardCopy, read: Callable[[], Tensor], check: bool) -> Change:

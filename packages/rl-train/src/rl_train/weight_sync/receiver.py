@@ -11,6 +11,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from parallel_layers.device import GPU, gpu
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
 from rl_train.weight_sync.changed_values import receive_changes
 from rl_train.weight_sync.shard_exchange import ShardPlan, exchange_shards
@@ -104,7 +105,7 @@ def _broadcast(peer: Peer, plan: list[BucketPlan]) -> Iterator[Bucket]:
     """Yield buckets that the sender broadcasts; the next one arrives while a bucket is read."""
     if not plan:
         return
-    device = "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
+    device = GPU if peer.rendezvous.backend == "nccl" else "cpu"
     ring = torch.empty(min(2, len(plan)), max(entries[-1].end for entries in plan), dtype=torch.uint8, device=device)
     works: list[Any] = []
     for number, entries in enumerate(plan):
@@ -116,5 +117,5 @@ def _broadcast(peer: Peer, plan: list[BucketPlan]) -> Iterator[Bucket]:
 
 def _synchronize() -> None:
     """Wait for the copies from the buckets so far."""
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+    if gpu.is_available():
+        gpu.current_stream().synchronize()

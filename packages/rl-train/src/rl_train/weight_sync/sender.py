@@ -13,6 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from parallel_layers.device import gpu, on_gpu
 from rl_train.cluster.addresses import listen_on
 from rl_train.engines.interface import WeightsLostError, WorkerEngine
 from rl_train.processes.errors import ProcessLost
@@ -191,8 +192,8 @@ class WeightSender:
         self._works.append([])
         for way, peer in self._peers.items():
             data = data.cpu() if way == "gloo" else data
-            if way == "in place" and data.is_cuda:
-                torch.cuda.current_stream(data.device).synchronize()  # the bucket is packed
+            if way == "in place" and on_gpu(data):
+                gpu.current_stream(data.device).synchronize()  # the bucket is packed
             work = peer.meet(self._broken) if way == "in place" else peer.broadcast(data, self._broken)
             self._works[-1].append((peer, work, data))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ckpt.transfer import ShardCopy
+from parallel_layers.device import GPU, gpu
 from rl_models.calls import checksum as checksum_on_device
 from rl_train.weight_sync.relays import Relay, by_source, most_boxes, relays
 from rl_train.weight_sync.transport import Broken, Peer
@@ -148,13 +149,13 @@ def carry_rounds(peer: Peer, rounds: Iterable[Round], broken: Broken) -> None:
             peer.wait(under_way[0][1], broken)
             under_way[0][0].finish()
             del under_way[0]
-    if device_of(peer) == "cuda":
-        torch.cuda.current_stream().synchronize()
+    if device_of(peer) == GPU:
+        gpu.current_stream().synchronize()
 
 
 def device_of(peer: Peer) -> str:
     """Return the device type of the bytes that a peer exchanges."""
-    return "cuda" if peer.rendezvous.backend == "nccl" else "cpu"
+    return GPU if peer.rendezvous.backend == "nccl" else "cpu"
 
 
 def _rounds_of(peer: Peer, plan: ShardPlan, read: Move, write: Move | None) -> Iterator[Round]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from parallel_layers.device import GPU, gpu
 from parallel_layers.distributed import prepare_gloo
 
 LOOPBACK = "127.0.0.1"
@@ -72,7 +73,7 @@ class OnDevice:
     def open(self) -> Tensor:
         """Return the tensor; this process may know its GPU, the current one, by another index than the sender."""
         arguments = self._arguments
-        tensor: Tensor = self._rebuild(*arguments[:6], torch.cuda.current_device(), *arguments[7:])
+        tensor: Tensor = self._rebuild(*arguments[:6], gpu.current_device(), *arguments[7:])
         return tensor
 
 
@@ -192,5 +193,5 @@ def _missed() -> Iterator[None]:
 def device_id(device: torch.device | None = None) -> str:
     """Return an id of a GPU (default: the first that this process sees), equal in all processes; empty for a CPU."""
     if device is None:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        device = torch.device(GPU, 0) if gpu.is_available() else torch.device("cpu")
+    return str(gpu.get_device_properties(device).uuid) if device.type == GPU else ""
