@@ -126,6 +126,7 @@ METRICS = {
     "rl-train/src/rl_train/loop/reinforcement.py": ("_collect", "_describe", "_staleness", "_estimate"),
     "rl-train/src/rl_train/loop/file_recipe.py": ("collect", "evaluate"),
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
+    "rl-train/src/rl_train/loop/throughput.py": ("describe",),
     "rl-models/src/rl_models/losses/preference.py": ("_preferred", "kto"),
     "rl-train/src/rl_train/trajectories/episodes.py": ("describe",),
     "rl-train/src/rl_train/loop/evaluation.py": ("evaluate",),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ckpt import Checkpoint
 from ckpt.training import saved_steps
 from rl_models import Actor, Batch
 from rl_models.api import WholeBatches
@@ -27,7 +28,9 @@ from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.objective import policy_loss
 from rl_train.loop.reinforcement import Reinforcement
+from rl_train.loop.throughput import Throughput
 from rl_train.options.options import TrainOptions
+from rl_train.planner.flops import ModelFlops
 from rl_train.report.lines import Metrics
 from rl_train.trajectories.episodes import SAMPLE, with_episode_weights
 from rl_train.trajectories.samples import TURNS
@@ -188,6 +191,19 @@ def test_a_step_counts_the_tokens_that_dynamic_sampling_discards(run: Run) -> No
     assert (values["responses"], values["responses_kept"]) == (8, 4)
     assert values["tokens"] == 8 * (2 + 4), "of two tokens a prompt and four a response"
     assert values["tokens_per_second"] == values["tokens"] / values["seconds"]
+
+
+def test_a_step_counts_the_flops_of_its_draws_its_log_probs_and_its_update(run: Run) -> None:
+    loop = run(alternating(99), samples=2, stop_ids="")
+    loop.throughput, recipe, model = Throughput(loop.options), loop.recipe, Checkpoint(loop.options.model)
+    loop.throughput.peak = 1.0
+    actor = loop.throughput.counted(recipe.models.actor, model, "causal_lm", None)
+    recipe.models, recipe.rollouts = replace(recipe.models, actor=actor), NativeEngine(actor)
+    values = loop._step(1)
+    flops, lengths = ModelFlops.of(model), [2 + 4] * 4
+    assert values["mfu"] * values["seconds"] == pytest.approx(2 * flops.forward(lengths) + flops.update(lengths))
+    learning = recipe.seconds["seconds_learning"]
+    assert values["mfu_learning"] * learning == pytest.approx(flops.update(lengths))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,15 @@ def test_the_panel_has_the_phase_its_counts_and_the_numbers_of_the_last_step() -
     assert "of 4 updates" not in panel, "a phase begins without the counts of the last one"
 
 
+def test_the_panel_has_the_rates_that_a_run_knows() -> None:
+    display = Display(20, Console(file=io.StringIO(), force_terminal=True, width=100))
+    display({"step": 1, **STEP})
+    assert "MFU" not in shown(display)
+    display({"step": 2, **STEP, "tokens_per_second_per_device": 1234.5, "mfu": 0.021, "mfu_learning": 0.3456})
+    for text in ("tokens/s/device", "1,234", "MFU", "2.1%", "learning", "34.6%"):
+        assert text in shown(display), text
+
+
 def test_the_bar_of_a_resumed_run_begins_where_the_run_goes_on() -> None:
     display = Display(20, Console(file=io.StringIO(), force_terminal=True, width=80))
     display({"message": "going on after step 12", "resumed": 12})

@@ -16,4 +16,5 @@ from ckpt.layout.families.entries import FAMILIES as FAMILIES
 from ckpt.layout.families.table import Target as Target
 from ckpt.layout.hub_layout import HubLayout as HubLayout
 from ckpt.layout.labels import labels_of as labels_of
+from ckpt.layout.operations import multiply_adds as multiply_adds
 from ckpt.layout.pieces import Box as Box, extents as extents, full_box as full_box

@@ -189,10 +189,15 @@ class Layout:
         layers = split_by_cost(*self._costs, grid.chunks) if self.layers is None else self.layers
         return place_layers(self.num_layers, grid.chunks, layers)
 
+    @property
+    def active_share(self) -> Fraction:
+        """Return the share of the routed experts that a token goes to; without experts 1."""
+        return Fraction(count_or_zero(self.text, "num_experts_per_tok") or 1, max(1, self.num_experts))
+
     @functools.cached_property
     def _costs(self) -> tuple[list[Cost], Cost, Cost]:
         """The costs of each layer, of the first chunk's other tensors, and of the last chunk's."""
-        share = Fraction(count_or_zero(self.text, "num_experts_per_tok") or 1, max(1, self.num_experts))
+        share = self.active_share
 
         def cost(layers: Sequence[int], *, first: bool = False, last: bool = False) -> Cost:
             rows = [row for row, _, _ in self._walk(layers, first=first, last=last)]

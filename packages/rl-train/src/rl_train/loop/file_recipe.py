@@ -172,7 +172,7 @@ def train(checked_run: CheckedExamples, on_event: Tell = lambda event: None) -> 
 def _on_rank(rank: LocalRank[CheckedExamples]) -> dict[str, float]:
     """Run the recipe on one of the ranks that all run it."""
     checked_run, options = rank.checked_run, rank.checked_run.options
-    objective, model = OBJECTIVES[options.learned], ModelMaker(options, rank.make)
+    objective, model = OBJECTIVES[options.learned], ModelMaker(options, rank.make, rank.throughput)
     rank.tell({"phase": "loading"})
     learning = model(objective.kind, options.model, options.grid, options.optimizer.learning_rate)
     folder, reference = options.reference_folder, None

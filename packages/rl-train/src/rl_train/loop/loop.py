@@ -9,6 +9,7 @@ from pathlib import Path
 from rl_models import Batch
 from rl_train.loop.folder import ADAPTERS, STOP, newest_step
 from rl_train.loop.recipe import NothingToLearnError, Recipe
+from rl_train.loop.throughput import Throughput
 from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
@@ -24,11 +25,13 @@ class Loop:
         options: The options of the run.
         options_as_given: The options with the names of a hub, for loggers.
         recipe: What the run learns from.
+        throughput: Counts the FLOPs of the models; None: they are not counted.
     """
 
     options: RunOptions
     options_as_given: RunOptions
     recipe: Recipe
+    throughput: Throughput | None = None
 
     def run(self) -> dict[str, float]:
         """Run all steps that are left, save the result, and return the last step's metrics.
@@ -132,13 +135,18 @@ class Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         began = time.monotonic()
+        if self.throughput is not None:
+            self.throughput.begin()
         batch, values = self.recipe.collect(step)
         if batch is not None:
             with self.recipe.phase("learning"):
                 values |= self._learn(batch, step)
         self.recipe.hand_over(step)
         seconds = time.monotonic() - began
-        return values | {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+        values |= {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+        if self.throughput is None:
+            return values
+        return values | self.throughput.describe(values, self.recipe.seconds, self.recipe.drawn_lengths)
 
     def _learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Learn from a step's batch, and return the means of the metrics of all updates."""

@@ -74,6 +74,11 @@ class Recipe(ABC):
         return {}
 
     @property
+    def drawn_lengths(self) -> Sequence[int]:
+        """Return the lengths of the sequences that engines on the run's devices drew for the last step."""
+        return ()
+
+    @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
         """Return the samples of the last step, for `samples.jsonl`."""
         return ()

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ckpt import Checkpoint
 from ckpt.files import lock_file
 from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
@@ -21,6 +22,7 @@ from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.recipe import Recipe, Tell
+from rl_train.loop.throughput import Throughput
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import write_page
@@ -97,6 +99,7 @@ class LocalRank(Generic[Run]):
         tell: Tells of events; on other ranks it does nothing.
         counts: Tells of counts.
         workers: The models that `make` has made.
+        throughput: Counts the FLOPs of the models.
     """
 
     def __init__(self, checked_run: Run, stack: ExitStack, send: Tell) -> None:
@@ -104,6 +107,7 @@ class LocalRank(Generic[Run]):
         self.tell: Tell = send if self.first else lambda event: None
         self.counts, self.workers = Counts(self.tell), list[Worker]()
         self._device = Devices.find(checked_run.options.device).current
+        self.throughput = Throughput(checked_run.options)
 
     def make(self, kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
         """Load a model."""
@@ -118,7 +122,7 @@ class LocalRank(Generic[Run]):
     def run(self, recipe: Recipe) -> dict[str, float]:
         """Run the loop of a recipe, and return the metrics of the last step."""
         options = self.checked_run.options
-        return Loop(options, self.checked_run.options_as_given or options, recipe).run()
+        return Loop(options, self.checked_run.options_as_given or options, recipe, self.throughput).run()
 
     @cached_property
     def once(self) -> Callable[[Callable[[], Any]], Any]:
@@ -152,10 +156,13 @@ def _on_rank(send: Tell, checked_run: Run, work: Callable[[LocalRank[Run]], dict
 
 
 class ModelMaker:
-    """Makes the models of a run with the options of its engine; `offload` keeps one of them on the devices."""
+    """Makes the models of a run with the options of its engine; `offload` keeps one of them on the devices.
 
-    def __init__(self, options: RunOptions, make: Make) -> None:
-        self._options, self._make, self._swapper = options, make, ModelSwapper()
+    `throughput` counts their FLOPs.
+    """
+
+    def __init__(self, options: RunOptions, make: Make, throughput: Throughput | None = None) -> None:
+        self._options, self._make, self._swapper, self._throughput = options, make, ModelSwapper(), throughput
 
     def __call__(
         self, kind: type[Worker], path: Path, grid: ParallelDims, learning_rate: float, **changes: Any
@@ -170,8 +177,12 @@ class ModelMaker:
             "max_tokens_per_micro_batch": options.max_tokens,
             "optimizer": optimizer_options(options, learning_rate),
         }
-        worker = self._make(kind, path, arguments)
-        return self._swapper.add(worker) if options.offload else worker
+        model = self._make(kind, path, arguments)
+        if options.offload:
+            model = self._swapper.add(model)
+        if self._throughput is None:
+            return model
+        return self._throughput.counted(model, Checkpoint(path), kind.role, arguments["lora"])
 
 
 def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:

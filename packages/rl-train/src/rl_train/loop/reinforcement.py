@@ -54,6 +54,7 @@ class Reinforcement(Recipe):
     rewards: Rewards | None
     _state: State = field(default=State(0, ()), init=False)
     _best: float | None = field(default=None, init=False)
+    _lengths: Sequence[int] = field(default=(), init=False)
     _said_equal: bool = field(default=False, init=False)
     _sample: dict[str, str] = field(default_factory=dict, init=False)
     _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
@@ -110,6 +111,11 @@ class Reinforcement(Recipe):
         with self.phase("syncing_weights"):
             self.rollouts.update_weights(self.models.actor, step)
         self._state = self._draws.state
+
+    @property
+    def drawn_lengths(self) -> Sequence[int]:
+        """Return the lengths of all samples of the last step; the devices of a server are unknown."""
+        return () if self.options.rollouts.has_server else self._lengths
 
     @property
     def samples(self) -> Sequence[Mapping[str, Any]]:
@@ -247,6 +253,7 @@ class Reinforcement(Recipe):
 
     def _describe(self, drawn: Experience) -> dict[str, float]:
         """Return the metrics of all responses that a step has drawn."""
+        self._lengths = drawn.batch.lengths
         batch, scores, versions = drawn.batch, drawn.scores, drawn.batch[VERSION][drawn.batch.mask]
         values = {
             "reward": float(scores.mean()),

@@ -34,6 +34,7 @@ from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.recipe_run import LocalRank, Make, ModelMaker, on_ranks, run_recipe
 from rl_train.loop.reinforcement import Reinforcement
+from rl_train.loop.throughput import Throughput
 from rl_train.options.fields import device_ids
 from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
@@ -70,8 +71,8 @@ def _run(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[str
     return on_ranks(checked_run, on_event, work=_on_rank)
 
 
-def _models(options: TrainOptions, make: Make) -> Models:
-    model = ModelMaker(options, make)
+def _models(options: TrainOptions, make: Make, throughput: Throughput | None = None) -> Models:
+    model = ModelMaker(options, make, throughput)
     actor = model(policy_kind(options), options.model, options.grid, options.optimizer.learning_rate)
     critic = reference = None
     if options.separate_critic:
@@ -125,7 +126,7 @@ def _on_rank(rank: LocalRank[CheckedRun]) -> dict[str, float]:
             return rank.add(critic)
         return rank.make(kind, path, arguments)
 
-    models = _models(checked_run.options, make)
+    models = _models(checked_run.options, make, rank.throughput)
     if checked_run.options.teacher.engine is not None:
         tell({"phase": "starting the teacher"})
         teacher = TeacherEngine(partial(_teacher, checked_run), rank.workers[0].grid.everyone)
@@ -251,7 +252,8 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             return stack.enter_context(groups[-1])
 
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
-        models = _models(options, make)
+        throughput = Throughput(options)
+        models = _models(options, make, throughput)
         if options.teacher.engine is not None:
             teacher = TeacherEngine(partial(_teacher, checked_run), None)
             models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
@@ -287,4 +289,4 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             )
             rollouts = stack.enter_context(closing(engine))
         recipe = Reinforcement(lambda make: make(), on_event, True, checked_run, models, rollouts, rewards)
-        return Loop(options, checked_run.options_as_given or options, recipe).run()
+        return Loop(options, checked_run.options_as_given or options, recipe, throughput).run()

@@ -232,14 +232,13 @@ def _mistakes_of_teacher(options: TrainOptions) -> Iterator[str]:
 def _mistakes_of_rollouts(options: TrainOptions) -> Iterator[str]:
     rollouts = options.rollouts
     devices = rollouts.devices
-    by_ray = options.ray and devices is not None and devices.isdecimal()
     if options.ray and devices is not None and not (devices.isdecimal() and int(devices)):
         yield f"rollouts.devices={devices} must be the number of the engines' devices with ray, such as 2"
     dims = ParallelDims.parse(rollouts.dims)
     ranks = dims.world_size
     if dims.dp * dims.cp > 1:
         yield f"rollouts.dims={rollouts.dims} is the grid of one engine: give it tp, pp, ep, and more rollouts.devices"
-    elif devices is not None and (int(devices) if by_ray else len(options.engine_devices or ())) % ranks:
+    elif options.num_engine_devices % ranks:
         yield f"rollouts.devices={devices} are no multiple of the {ranks} ranks of rollouts.dims={rollouts.dims}"
     if rollouts.engine == "vllm" and rollouts.staleness and devices is None and not rollouts.partial:
         yield (

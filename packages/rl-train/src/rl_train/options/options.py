@@ -207,3 +207,14 @@ class TrainOptions(RunOptions):
     def engine_devices(self) -> list[str] | None:
         """Return the ids of the engines' devices, as in CUDA_VISIBLE_DEVICES; None: the policy's devices."""
         return device_ids(self.rollouts.devices)
+
+    @property
+    def num_engine_devices(self) -> int:
+        """Return the number of the engines' separate devices, which `--ray` counts."""
+        devices = self.rollouts.devices
+        return int(devices) if self.ray and devices is not None else len(self.engine_devices or ())
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of the policy and of the engines beside it, without those of servers."""
+        return self.grid.world_size + self.num_engine_devices

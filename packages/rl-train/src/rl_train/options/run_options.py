@@ -99,6 +99,11 @@ class RunOptions(Options):
         return self.grid_of(None)
 
     @property
+    def num_devices(self) -> int:
+        """Return the number of devices of the run, without those of servers."""
+        return self.grid.world_size
+
+    @property
     def lora(self) -> LoraOptions | None:
         """Return the options of the adapters; None: all weights are trained."""
         lora = self.engine.lora

@@ -44,6 +44,12 @@ NUMBERS: tuple[tuple[str, str, str], ...] = (
     ("tokens/s", "tokens_per_second", ",.0f"),
     ("s/step", "seconds", ".2f"),
 )
+# The numbers of a row below them, where a run has them.
+RATES: tuple[tuple[str, str, str], ...] = (
+    ("tokens/s/device", "tokens_per_second_per_device", ",.0f"),
+    ("MFU", "mfu", ".1%"),
+    ("learning", "mfu_learning", ".1%"),
+)
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -107,7 +113,7 @@ class Display:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show an event."""
-        self._values = self._values | {name: event[name] for _, name, _ in NUMBERS if name in event}
+        self._values = self._values | {name: event[name] for _, name, _ in (*NUMBERS, *RATES) if name in event}
         if "message" in event:
             self._bar.update(self._task, completed=event.get("resumed", self._bar.tasks[0].completed))
             self._print(event["message"])
@@ -171,7 +177,8 @@ class Display:
             numbers.add_column(justify="right")
         numbers_of_run = NUMBERS[3:] if self._headline == "reward" else (*NUMBERS[:3], *NUMBERS[6:7], *NUMBERS[-2:])
         cells = [(label, f"{values[name]:{kind}}" if name in values else "-") for label, name, kind in numbers_of_run]
-        for row in (cells[:4], cells[4:]):
+        rates = [(label, f"{values[name]:{kind}}") for label, name, kind in RATES if name in values]
+        for row in filter(None, (cells[:4], cells[4:], rates)):
             numbers.add_row(*(text for cell in row for text in cell))
         rows: list[Any] = [self._bar, self._spinner if phase else Text(status), numbers]
         if self._curve:
