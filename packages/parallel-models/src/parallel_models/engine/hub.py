@@ -14,6 +14,7 @@ from typing import Literal
 from torch.distributed import ProcessGroup
 
 from ckpt import agree
+from ckpt.files import Store
 from ckpt.transfer import agree_on_first, all_gather_json, rank_in
 
 _NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -31,8 +32,9 @@ def is_name(path: str | os.PathLike[str]) -> bool:
 def located(path: str | os.PathLike[str], group: ProcessGroup | None = None, *, weights: bool = True) -> str:
     """Return a path as it is, and for the name of a checkpoint its folder in the cache.
 
-    A name is `organisation/name` or `organisation/name@revision`, and not the path of a local file or folder. All ranks
-    of `group` call this. The first rank chooses the commit; one rank of each host downloads it, and the others wait.
+    A name is `organisation/name` or `organisation/name@revision`, and not the path of a local file or folder; or the
+    URL of a folder in a store that fsspec reaches, such as s3://bucket/folder. All ranks of `group` call this. The
+    first rank chooses the commit; one rank of each host downloads it, and the others wait.
 
     Args:
         path: The path or the name.
@@ -43,7 +45,7 @@ def located(path: str | os.PathLike[str], group: ProcessGroup | None = None, *, 
         ValueError: As for `download`, or ranks give different names; on every rank.
     """
     name = os.fspath(path)
-    answers = all_gather_json([name, is_name(name)], group)
+    answers = all_gather_json([name, is_name(name) or Store.of(name) is not None], group)
     if not any(on_hub for _, on_hub in answers):
         return name
     if len(names := sorted({answer for answer, _ in answers})) > 1:
@@ -53,7 +55,7 @@ def located(path: str | os.PathLike[str], group: ProcessGroup | None = None, *, 
     if group is None:
         return str(folder)
     commit, *_ = all_gather_json(folder and os.path.basename(folder), group)
-    pinned = f"{name.partition('@')[0]}@{commit}"
+    pinned = f"{name.partition('@')[0]}@{commit}" if Store.of(name) is None else name
     hosts = all_gather_json(socket.gethostname(), group)
     first_of_host = hosts.index(hosts[rank_in(group)]) == rank_in(group)
     agree(lambda: download(pinned, files, ignore=_COPIES) if first_of_host else None, group)
@@ -66,7 +68,7 @@ def download(
     """Return the folder of a repository in the local cache, and download files that the cache lacks.
 
     Args:
-        name: `organisation/name`, or `organisation/name@revision` with a branch, a tag or a commit.
+        name: `organisation/name`, or `organisation/name@revision` with a branch, a tag or a commit; or a URL.
         files, ignore: Patterns of the files to download, and of the files to leave out.
         kind: The kind of the repository.
 
@@ -74,6 +76,8 @@ def download(
         ValueError: The hub has no such repository, revision or files; it cannot be reached and the cache lacks files;
             or `huggingface_hub` is not installed.
     """
+    if (store := Store.of(name)) is not None:
+        return store.copied(files, ignore)
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} must be organisation/name or organisation/name@revision")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt import Checkpoint
+from ckpt.files import Store
 from rl_train.data.chat import name_of
 from rl_train.data.codec import TextCodec, whole
 from rl_train.data.images import ImageChat, is_seen
@@ -184,7 +185,7 @@ def require_ids(tokens: Iterable[int], vocab_size: int) -> None:
 
 def _rows_of(path: Path, codec: TextCodec, start: int = 0) -> Iterator[Row]:
     """Yield the rows of a source after the first `start` ones; rows of JSON lines are bytes."""
-    if path.suffix == ".parquet" and path.is_file():
+    if path.suffix == ".parquet" and (path.is_file() or Store.of(path) is not None):
         return parquet_rows(path, start)
     return islice(_all_rows_of(path, codec), start, None)
 
@@ -197,10 +198,10 @@ def _all_rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
         return dataset_rows(path)
     if (files := hub_files(str(path))) is not None:
         return enumerate((row for file in files for _, row in _rows_of(file, codec)), 1)
-    if not path.exists():
+    if Store.of(path) is None and not path.exists():
         raise ValueError(
-            f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, or data "
-            "on a hub as organisation/name:FILES"
+            f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, data on "
+            "a hub as organisation/name:FILES, or a URL such as s3://bucket/rows.parquet"
         )
     return (csv_rows if path.suffix == ".csv" else json_lines)(path)
 

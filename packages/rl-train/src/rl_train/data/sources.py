@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import csv
+import io
 import itertools
 import json
 import os
@@ -14,6 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from ckpt.files import Store
 
 # The number of a row in its source, from 1, and the row by column.
 Row = tuple[int, Any]
@@ -47,11 +50,21 @@ def _plain(value: Any) -> Any:
     return _plain(numbers) if isinstance(numbers, list) else numbers
 
 
+def opened(path: Path) -> Any:
+    """Open a file, or an object of a store by its URL, to read bytes; OSError if it cannot be read."""
+    if (store := Store.of(path)) is None:
+        return open(path, "rb")
+    try:
+        return store.files.open(store.path, "rb")
+    except Exception as error:  # each store has errors of its own
+        raise OSError(f"{error!r:.300}") from None
+
+
 def json_lines(path: Path) -> Iterator[Row]:
     """Yield the non-blank lines with their numbers."""
     try:
         # Only "\n" ends a line of bytes: JSON allows the other line separators of Unicode inside a string.
-        with open(path, "rb") as file:
+        with opened(path) as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
@@ -87,7 +100,7 @@ def parquet_rows(path: Path, start: int = 0) -> Iterator[Row]:
     except ImportError:
         raise ValueError(f"{path} needs pyarrow; {_INSTALL}") from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with opened(path) as binary, parquet.ParquetFile(binary) as file:
             sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
             ends = list(itertools.accumulate(sizes))
             first = bisect.bisect_right(ends, start)
@@ -102,7 +115,7 @@ def parquet_rows(path: Path, start: int = 0) -> Iterator[Row]:
 def csv_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file as mappings from the names in its first line to texts."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             for row in reader:
                 if None in row or None in row.values():

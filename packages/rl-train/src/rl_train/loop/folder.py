@@ -16,6 +16,7 @@ from ckpt.training import open_step, steps_of_latest
 from rl_train.data.mixture import split_sources
 from rl_train.data.sources import read_json
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
+from rl_train.loop.run_store import RunStore
 from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import PAGE, VERSIONS, versions
 from rl_train.report.lines import LINES, read_lines, replace_text
@@ -39,6 +40,8 @@ BEST = "best"
 
 def check_folder(options: RunOptions) -> None:
     """Raise ValueError if the folder cannot take the results, holds other files, or contains an input."""
+    if (store := RunStore.of(options.out)) is not None:
+        store.pull()
     trained = options.trained
     adapters = [] if options.lora is None else [ADAPTERS[name] for name in trained]
     further_checkpoints = [BEST] * options.keeps_best + adapters

@@ -22,6 +22,7 @@ from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
 from rl_train.loop.recipe import Recipe, Tell
+from rl_train.loop.run_store import RunStore
 from rl_train.loop.throughput import Throughput
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.run_options import RunOptions
@@ -79,8 +80,13 @@ def run_recipe(
         for change in checked_run.changes:
             on_event({"message": f"going on with other inputs: {change}"})
 
+        store = RunStore.of(options.out)
+        push = on_event if store is None else stack.enter_context(store.pushed(on_event))
+
         def follow(event: Mapping[str, Any]) -> None:
             on_event(event)
+            if store is not None:
+                push(event)
             if any(name.startswith("eval/") for name in event):
                 write_page(options.out)
 

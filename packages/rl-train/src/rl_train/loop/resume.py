@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt.files import Store
 from rl_train.data.sources import read_json
 from rl_train.options.fields import as_text
 from rl_train.options.names import of_earlier_runs
@@ -133,6 +134,8 @@ def _files_of(source: Path) -> list[Path]:
 
 def _file(path: Path) -> bytes:
     """Return the name and the size of a file, and its bytes or evenly spaced blocks of them."""
+    if (store := Store.of(path)) is not None:
+        return json.dumps([store.url, *store.version]).encode()
     size = path.stat().st_size
     places: Iterable[int] = range(0, size, _BLOCK)
     if size > _BLOCKS * _BLOCK:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from ckpt.files import Store
 from parallel_layers.model import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -54,9 +56,23 @@ def _as_number(value: Any) -> Any:
         return value
 
 
+def runs_folder() -> Path:
+    """Return the folder with the working copies of runs whose --out is a URL."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-train" / "runs"
+
+
+def working_copy(out: Path) -> Path:
+    """Return the folder on this machine of a run whose --out is a URL, such as s3://bucket/run; other paths stay."""
+    if (store := Store.of(out)) is None:
+        return out
+    scheme, _, path = store.url.partition("://")
+    return runs_folder() / scheme / path.lstrip("/")
+
+
 Free = Annotated[T, MayChange]
 Text = Annotated[str, BeforeValidator(as_text)]
 Folder = Annotated[Path, Field(strict=False)]
+Out = Annotated[Path, Field(strict=False), AfterValidator(working_copy)]
 Sources = Annotated[Path, BeforeValidator(as_text), Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]

@@ -13,7 +13,7 @@ from pydantic import Field
 from parallel_layers.model import LoraOptions
 from parallel_models import OptimizerOptions
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, CountOrZero, Folder, Free, Repeats, Text
+from rl_train.options.fields import Count, CountOrZero, Folder, Free, Out, Repeats, Text
 from rl_train.options.nested import Nested, Options
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
@@ -40,8 +40,8 @@ class RunOptions(Options):
 
     model: Folder
     """Checkpoint folder of the initial policy, or its name on a hub: organisation/name[@revision]."""
-    out: Free[Folder] = Path("run")
-    """Folder for the metrics, the training checkpoints and the result."""
+    out: Free[Out] = Path("run")
+    """Folder for the metrics, the training checkpoints and the result; or a URL, such as s3://bucket/run."""
     accept_changes: Free[bool] = False
     """Resume a run although rows, models or modules of the user have changed since it began."""
     steps: Free[Count] = 100

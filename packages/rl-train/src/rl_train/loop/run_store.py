@@ -1,0 +1,166 @@
+"""`RunStore`: the copy of a run's folder in a store, such as s3://bucket/run, from which another machine goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ckpt.files import Store
+from rl_train.loop.recipe import Tell
+from rl_train.options.fields import runs_folder
+
+# The file of a folder that is written last: a folder of checkpoints without it is not whole. Stores have no rename.
+_MARKS = ("state.json", "config.json", "adapter_config.json")
+_RUN, _LATEST = "options.json", "latest"
+
+
+class RunStore:
+    """The copy of a run's folder in a store.
+
+    A store writes each object whole or not at all, but several objects one after another. So the mark of a folder,
+    `state.json` of a training checkpoint and `config.json` of a result, is removed first and written last, and
+    `training/*/latest` follows the checkpoints. A checkpoint without its mark is ignored.
+
+    Args:
+        folder: The folder on this machine.
+        store: The place of its copy.
+    """
+
+    def __init__(self, folder: Path, store: Store) -> None:
+        self._folder, self._store, self._sent = folder, store, dict[str, tuple[int, int]]()
+
+    @classmethod
+    def of(cls, folder: Path) -> RunStore | None:
+        """Return the store of a folder of `working_copy`; None for another folder."""
+        if not folder.is_relative_to(runs_folder()):
+            return None
+        scheme, *path = folder.relative_to(runs_folder()).parts
+        store = Store.of(f"{scheme}://{'/'.join(path)}")
+        assert store is not None
+        return cls(folder, store)
+
+    def pull(self) -> None:
+        """Download the run, where the store has a later checkpoint than this machine; `latest` comes last.
+
+        Raises:
+            ValueError: The store cannot be read, or holds other files than a run.
+        """
+        try:
+            names = self._names()
+            if names and _RUN not in names:
+                raise ValueError(
+                    f"it holds other files, such as {names[0]}, and no {_RUN} of a run; choose another out"
+                )
+            if not names or (self._here(_RUN).is_file() and self._newest(names) <= self._newest_here()):
+                return
+            for name in sorted(filter(_whole(names), names), key=_order):
+                target = self._here(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                partial = target.with_name(f".{target.name}.pulled")
+                self._store.files.get_file(self._there(name), str(partial))
+                os.replace(partial, target)
+        except Exception as error:  # each store has errors of its own
+            text = error if isinstance(error, ValueError) else f"{error!r:.300}"
+            raise ValueError(f"{self._store.url} cannot be read as the copy of a run: {text}") from None
+
+    def push(self) -> None:
+        """Upload what has changed, and remove checkpoints that this machine has removed."""
+        files = [file for file in self._folder.rglob("*") if file.is_file()]
+        here = dict[str, tuple[int, int]]()
+        for file in files:
+            name = file.relative_to(self._folder).as_posix()
+            if not any(part.startswith(".") for part in name.split("/")) and (facts := _facts(file)) is not None:
+                here[name] = facts
+        there, changed = set(self._names()), {name for name in here if self._sent.get(name) != here[name]}
+        for mark in {f"{os.path.dirname(name)}/{mark}" for name in changed for mark in _MARKS} & here.keys():
+            changed.add(mark)
+            if mark in there:
+                self._store.files.rm_file(self._there(mark))
+        removed = set[str]()
+        for name in sorted(changed, key=_order):
+            if os.path.dirname(name) in removed:
+                continue
+            try:
+                self._store.files.put_file(str(self._here(name)), self._there(name))
+                self._sent[name] = here[name]
+            except FileNotFoundError:  # an older checkpoint was removed meanwhile
+                removed.add(os.path.dirname(name))
+        for name in sorted(there - here.keys(), key=_order, reverse=True):
+            if name.startswith("training/"):
+                self._store.files.rm_file(self._there(name))
+
+    @contextmanager
+    def pushed(self, tell: Tell) -> Iterator[Tell]:
+        """Return a function for events that uploads in the background after steps, and upload all at the end.
+
+        An upload that fails is told, and tried again after the next step.
+
+        Raises:
+            ValueError: The last upload failed; the run is complete on this machine.
+        """
+        pending: list[Future[None]] = []
+
+        def follow(event: Mapping[str, Any]) -> None:
+            if "step" not in event or (pending and not pending[-1].done()):
+                return
+            if pending and (error := pending[-1].exception()) is not None:
+                tell({"message": f"{self._store.url} is behind: {error!r:.300}; the upload is tried again"})
+            pending[:] = [pool.submit(self.push)]
+
+        with ThreadPoolExecutor(1, "uploads") as pool:
+            try:
+                yield follow
+            finally:
+                final = pool.submit(self.push).exception()
+                if final is not None:
+                    tell({"message": f"{self._store.url} is behind {self._folder}"})
+        if final is not None:
+            raise ValueError(
+                f"{self._store.url} cannot be written: {final!r:.300}; the run is complete in {self._folder}, and the "
+                "same command uploads it"
+            )
+
+    def _names(self) -> list[str]:
+        """Return the names of all objects of the copy, relative to it."""
+        self._store.files.invalidate_cache()
+        root = self._store.path.rstrip("/") + "/"
+        return sorted(name.removeprefix(root) for name in self._store.files.find(self._store.path))
+
+    def _newest(self, names: Sequence[str]) -> str:
+        latest = [name for name in names if name.startswith("training/") and name.endswith(f"/{_LATEST}")]
+        return max((self._store.files.cat_file(self._there(name)).decode() for name in latest), default="")
+
+    def _newest_here(self) -> str:
+        return max((file.read_text() for file in self._folder.glob(f"training/*/{_LATEST}")), default="")
+
+    def _here(self, name: str) -> Path:
+        return self._folder / name
+
+    def _there(self, name: str) -> str:
+        return f"{self._store.path.rstrip('/')}/{name}"
+
+
+def _whole(names: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that says whether a file is no part of a checkpoint without its mark."""
+    marked = {os.path.dirname(name) for name in names if os.path.basename(name) in _MARKS}
+    checkpoints = {os.path.dirname(name) for name in names if name.endswith(".safetensors")} - {"training/ahead"}
+    return lambda name: os.path.dirname(name) not in checkpoints - marked
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Return the order of uploads: the files of the run, those of checkpoints, their marks, and what names them."""
+    base = os.path.basename(name)
+    return (3 if base == _LATEST else 2 if "/" in name and base in _MARKS else 1 if "/" in name else 0), name
+
+
+def _facts(file: Path) -> tuple[int, int] | None:
+    """Return the size and the time of change of a file; None for a file that was removed meanwhile."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns
