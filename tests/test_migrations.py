@@ -21,6 +21,7 @@ from rl_train.quickstart import make_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "migrate"
 SCRIPT = EXAMPLE / "verl_grpo.sh"
+CP = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 
 
 @pytest.fixture
@@ -84,6 +85,14 @@ def test_the_page_shows_the_command_for_verls_script(translated: Any) -> None:
     assert shlex.split(shown.replace("\\\n", " ")) == shlex.split(command)
 
 
+def test_verls_defaults_and_lists_have_counterparts(translated: Any) -> None:
+    words = f'{CP}=2 trainer.n_gpus_per_node=8 trainer.logger=\'["console", "wandb"]\' trainer.save_freq=-1'
+    command = shlex.join(translated(f"python3 -m verl.trainer.main_ppo {words} +algorithm.adv_estimator=rloo"))
+    for option in ("--dims dp=4,cp=2", "--logger wandb", "--save-every 0", "--algorithm rloo", "--mini-batch 256"):
+        assert option in command
+    assert "--algorithm ppo" in shlex.join(translated(""))
+
+
 def test_rl_train_takes_the_command_for_verls_script(folder: Path, translated: Any) -> None:
     """With rows of verl, up to the start of the ranks."""
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": "b"}}
@@ -103,7 +112,7 @@ def test_rl_train_takes_the_command_for_verls_script(folder: Path, translated: A
     [
         ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward=True has no counterpart"),
         ("actor_rollout_ref.rollout.name=sglang", "rollout.name=sglang has no counterpart"),
-        ("trainer.balance_batch=True", "trainer.balance_batch=True has no counterpart"),
+        ("trainer.total_epochs=15", "trainer.total_epochs=15 has no counterpart"),
     ],
 )
 def test_an_option_without_a_counterpart_is_an_error(translated: Any, word: str, message: str) -> None:

@@ -33,7 +33,9 @@ OPTIONS = {
     f"{ACTOR}.ppo_max_token_len_per_gpu": "--max-tokens",
     f"{ACTOR}.clip_ratio_low": "--objective.clip-low",
     f"{ACTOR}.clip_ratio_high": "--objective.clip-high",
+    f"{ACTOR}.clip_ratio_c": "--objective.dual-clip",
     f"{ACTOR}.kl_loss_coef": "--kl-coefficient",
+    f"{ACTOR}.kl_loss_type": {"low_var_kl": "--objective.kl-estimator k3", "kl": "--objective.kl-estimator k1"},
     f"{ACTOR}.entropy_coeff": "--objective.entropy-coefficient",
     f"{ACTOR}.grad_clip": "--optimizer.max-grad-norm",
     f"{ACTOR}.loss_agg_mode": {
@@ -41,6 +43,7 @@ OPTIONS = {
         "seq-mean-token-mean": "--objective.aggregation sequence-mean",
     },
     f"{ACTOR}.fsdp_config.param_offload": {"True": "--offload", "False": ""},
+    f"{ACTOR}.fsdp_config.optimizer_offload": {"True": "--offload", "False": ""},
     f"{ROLLOUT}.name": {"vllm": "--rollouts vllm", "hf": ""},
     f"{ROLLOUT}.n": "--samples",
     f"{ROLLOUT}.temperature": "--temperature",
@@ -53,28 +56,39 @@ OPTIONS = {
     "algorithm.use_kl_in_reward": {"False": ""},  # here the penalty is in the loss: use_kl_loss
     "algorithm.gamma": "--objective.gamma",
     "algorithm.lam": "--objective.lam",
+    "algorithm.norm_adv_by_std_in_grpo": {"True": ""},
+    "trainer.critic_warmup": {"0": ""},
+    "trainer.logger": {"console": "", '["console"]': "", '["console","wandb"]': "--logger wandb"},
     "trainer.save_freq": "--save-every",
     "trainer.test_freq": "--eval-every",
     "trainer.total_training_steps": "--steps",
     "trainer.default_local_dir": "--out",
 }
-# Micro-batches are bounded in tokens, prompts and groups are packed, and rl-train finds these by itself.
+# Micro-batches are bounded in tokens, batches are packed and balanced, and engines size their caches by themselves.
 NEEDLESS = (
-    "data.max_prompt_length",
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-    f"{ACTOR}.use_dynamic_bsz",
-    "actor_rollout_ref.model.use_remove_padding",
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.fsdp_config.param_offload",
-    "trainer.project_name",
-    "trainer.experiment_name",
+    *("data.max_prompt_length", "data.truncation", "data.shuffle", "data.return_raw_chat"),
+    *(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.use_torch_compile"),
+    *("actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.ref.fsdp_config.param_offload"),
+    *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"),
+    *(f"{ROLLOUT}.{name}" for name in ("mode", "enforce_eager", "free_cache_engine", "enable_chunked_prefill")),
+    *("trainer.balance_batch", "trainer.val_before_train", "trainer.project_name", "trainer.experiment_name"),
 )
-# What verl takes where a script does not say, and rl-train takes otherwise.
-DEFAULTS = {f"{ACTOR}.loss_agg_mode": "token-mean", f"{ROLLOUT}.n": "1"}
+# What verl takes where a script does not say.
+DEFAULTS = {
+    "algorithm.adv_estimator": "gae",
+    "data.train_batch_size": "1024",
+    "data.max_response_length": "512",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "True",
+    f"{ACTOR}.optim.lr": "1e-6",
+    f"{ACTOR}.optim.weight_decay": "0.01",
+    f"{ACTOR}.ppo_mini_batch_size": "256",
+    f"{ACTOR}.clip_ratio_c": "3.0",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ROLLOUT}.n": "1",
+}
 # These are read together below.
 MINI_BATCH, KL_LOSS = f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.use_kl_loss"
-DEVICES, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+DEVICES, NODES, ULYSSES = "trainer.n_gpus_per_node", "trainer.nnodes", f"{ACTOR}.ulysses_sequence_parallel_size"
 
 
 def translated(script: str) -> list[str]:
@@ -90,17 +104,22 @@ def translated(script: str) -> list[str]:
         values.pop(f"{ACTOR}.kl_loss_coef", None)
     command = ["rl-train", "train"]
     for name, value in values.items():
-        if name in (*NEEDLESS, MINI_BATCH, KL_LOSS, DEVICES, NODES):
+        if name in (*NEEDLESS, MINI_BATCH, KL_LOSS, DEVICES, NODES, ULYSSES):
             continue
         option = OPTIONS.get(name)
-        if option is None or (isinstance(option, dict) and value not in option):
+        if isinstance(option, str):
+            more = [option, "0" if value == "-1" else value]  # verl's -1: never
+        elif option is not None and (key := value.replace("'", '"').replace(" ", "")) in option:
+            more = option[key].split()
+        else:
             raise ValueError(f"{name}={value} has no counterpart in this table; see docs/come-from.md, or leave it out")
-        command += option[value].split() if isinstance(option, dict) else [option, value]
+        command += [] if more == ["--offload"] and "--offload" in command else more
+    cp = int(values.get(ULYSSES, 1))
     devices = int(values.get(DEVICES, 8)) * int(values.get(NODES, 1))
     if devices > 1:
-        command += ["--dims", f"dp={devices}"]
-    if MINI_BATCH in values:  # verl counts prompts, rl-train responses
-        command += ["--mini-batch", str(int(values[MINI_BATCH]) * int(values[f"{ROLLOUT}.n"]))]
+        command += ["--dims", f"dp={devices // cp}" + f",cp={cp}" * (cp > 1)]
+    # verl counts prompts, rl-train responses.
+    command += ["--mini-batch", str(int(values[MINI_BATCH]) * int(values[f"{ROLLOUT}.n"]))]
     return command
 
 
