@@ -18,6 +18,10 @@ from tests.distributions import MODULES, modules_of
 TABLE = tomllib.loads((Path(__file__).parent / "private_names.toml").read_text())
 
 
+# Our names of torch's modules.
+OURS = dict.fromkeys(("parallel_layers.device.gpu", "parallel_layers.device.gpus.gpu", "ckpt.device.gpu"), "torch.cuda")
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -29,7 +33,8 @@ def private_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Import):
             aliases |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            paths = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            aliases |= {name: OURS.get(path, path) for name, path in paths.items()}
 
     def visit(node: ast.AST, place: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
