@@ -159,6 +159,43 @@ def test_a_policy_that_is_its_own_teacher_learns_nothing(make: Make, model: Path
     assert metrics["grad_norm"] < 1e-3
 
 
+def test_the_model_with_the_lowest_evaluation_loss_is_kept(make: Make, tmp_path: Path) -> None:
+    rows = tmp_path / "eval.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS["completions"]))
+    options: dict[str, Any] = {"batch_size": 6, "eval_dataset": rows, "evaluation.keep_best": True}
+    recipe = make(SftOptions, "completions", **options)
+    said: list[str] = []
+    recipe.tell = lambda event: said.append(event.get("message", ""))
+    losses = [recipe.evaluate(0)["eval/loss"]]
+    for step in (1, 2):
+        recipe.update(recipe.collect(step)[0])
+        losses.append(recipe.evaluate(step)["eval/loss"])
+    state = recipe.state(tmp_path, 2)
+    assert state == {"best": losses[2]}
+    again = make(SftOptions, "completions", out=tmp_path / "again", **options)
+    again.resume(state, tmp_path, 2)
+    again.tell = recipe.tell
+    again.evaluate(3)  # the model before it learned
+    assert [message for message in said if "saved in best" in message] == [
+        f"step {step}: the best evaluation loss so far, {losses[step]:.3f}; saved in best" for step in (1, 2)
+    ]
+    weights = dict(recipe.model.worker.stream_weights())  # type: ignore[attr-defined]
+    kept = dict(Actor.from_pretrained(tmp_path / "run" / "best", device="cpu").stream_weights())
+    assert all(weights[name].equal(tensor) for name, tensor in kept.items())
+
+
+def test_epochs_decide_the_steps_and_the_schedule(model: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": model, "dataset": tmp_path / "r.jsonl", "out": tmp_path / "run", "device": "cpu"}
+    given |= {"batch_size": 4, "optimizer.schedule.kind": "linear", "optimizer.schedule.warmup_steps": 2}
+    for epochs, steps in ((1.5, 3), (2, 3), (200, 300)):
+        checked = check_examples(SftOptions(**given, epochs=epochs), ROWS["completions"])
+        assert checked.options_as_given is not None
+        assert checked.options.steps == checked.options_as_given.steps == steps
+        assert checked.options.optimizer.schedule.total_steps == steps
+    with pytest.raises(ValueError, match="total_steps=1 must be more than warmup_steps=2"):
+        check_examples(SftOptions(**given, epochs=0.5), ROWS["completions"])
+
+
 def test_the_command_resumes_on_another_grid(make: Make, model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS["completions"]))
@@ -207,6 +244,8 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (DpoOptions, {"margin": 2.0}, "margin=2.0 needs loss=simpo; give that, or leave margin out"),
         (DpoOptions, {"loss": "simpo", "reference": Path("r")}, "loss=simpo has no reference; leave reference=r out"),
         (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
+        (SftOptions, {"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long the run is; give one"),
+        (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
         (SftOptions, {"backend": "magic"}, "magic"),
     ],

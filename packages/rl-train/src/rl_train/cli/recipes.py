@@ -130,12 +130,12 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
         if not machines.first:
             train(checked_run, lambda event: None)
             return
-        with Display(options.steps, title=title) as display:
+        steps = checked_run.options.steps
+        with Display(steps, title=title) as display:
             result = train(checked_run, display)
             model, page = options.out / options.trained[0], options.out / "report.html"
-            steps = counted(options.steps, "step")
-            done = f"done: after {steps} the model is in {model}, the curves in {page}"
-            display({"message": done if steps_done(options.out) == options.steps else f"stopped: {after()}"})
+            done = f"done: after {counted(steps, 'step')} the model is in {model}, the curves in {page}"
+            display({"message": done if steps_done(options.out) == steps else f"stopped: {after()}"})
         if as_json:
             typer.echo(json.dumps(result))
 

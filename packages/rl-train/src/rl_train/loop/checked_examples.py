@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,7 +93,7 @@ def check_examples(
     """
     for mistake in mistakes(options):
         raise ValueError(mistake)
-    check_folder(options)
+    check_folder(options.of_epochs(sys.maxsize))  # without the rows, all steps may be right
     check_loggers(options.logger)
     options_as_given = options
     folders = {name: options.value(name) for name in ("model", "reference", "teacher") if name in options.names()}
@@ -109,6 +110,7 @@ def check_examples(
         eval_sources = split_sources(eval_file) if eval_rows is None else [eval_file]
         eval_examples, eval_dropped = read_sources(reader, eval_sources, eval_rows)
         dropped += eval_dropped
+    options, options_as_given = (each.of_epochs(len(examples)) for each in (options, options_as_given))
     longest = reader.limit[0] if window else max(row.longest for row in (*examples, *eval_examples))
     require_devices(options.device, options.grid.world_size, devices)
     check_model(options, objective.kind.role, checkpoint, options.grid, longest)

@@ -101,6 +101,7 @@ class FileRecipe(Recipe):
         values["eval/loss"] = _mean(batch, terms.loss, objective.aggregation)
         if step == 0:
             self.tell({"message": f"before step 1: evaluation loss {values['eval/loss']:.4f}", **values})
+        self._keep_best(step, "loss", values["eval/loss"], self.options, sign=-1)
         return values
 
     def shown(self, step: int) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
@@ -108,12 +109,13 @@ class FileRecipe(Recipe):
         return (), {"headline": "loss"}
 
     def state(self, training: Path, step: int) -> dict[str, Any]:
-        """Return the place in each source."""
-        return self._mixture.state
+        """Return the place in each source, and the best evaluation loss."""
+        return self._mixture.state | ({} if self._best is None else {"best": self._best})
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
-        """Go on with the next rows."""
+        """Go on with the next rows and the best evaluation loss."""
         self._mixture.resume(state)
+        self._best = state.get("best")
 
     def _batch(self, examples: Sequence[Example], objective: FileObjective | None = None) -> Batch:
         """Return the batch of rows, with what the loss reads of the reference."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from rl_models import Batch
 from rl_models.api import ModelCalls
+from rl_train.loop.folder import BEST
+from rl_train.options.run_options import RunOptions
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -38,6 +40,7 @@ class Recipe(ABC):
     tell: Tell
     writes: bool
     seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _best: float | None = field(default=None, init=False)
 
     @property
     @abstractmethod
@@ -94,6 +97,20 @@ class Recipe(ABC):
     @abstractmethod
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the `state` after a step; the models have its weights."""
+
+    def _keep_best(self, step: int, name: str, value: float, options: RunOptions, *, sign: int = 1) -> None:
+        """Save the model after a step where its evaluation is the best so far; with `sign` -1 the lowest is the best.
+
+        At step 0 the best model is the given one, which is not saved.
+        """
+        if not options.keeps_best or (self._best is not None and sign * value <= sign * self._best):
+            return
+        self._best = value
+        if step:
+            (model, *_) = self.trained.values()
+            model.wait_for_save()
+            model.save_pretrained(options.out / BEST)
+            self.say(f"step {step}: the best evaluation {name} so far, {value:.3f}; saved in {BEST}")
 
     def say(self, message: str) -> None:
         """Tell a message."""

@@ -23,7 +23,6 @@ from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.experience import Experience, StepRollouts
-from rl_train.loop.folder import BEST
 from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
 from rl_train.loop.partial_rollouts import PartialRollouts
@@ -53,7 +52,6 @@ class Reinforcement(Recipe):
     rollouts: RolloutEngine
     rewards: Rewards | None
     _state: State = field(default=State(0, ()), init=False)
-    _best: float | None = field(default=None, init=False)
     _lengths: Sequence[int] = field(default=(), init=False)
     _said_equal: bool = field(default=False, init=False)
     _sample: dict[str, str] = field(default_factory=dict, init=False)
@@ -159,18 +157,12 @@ class Reinforcement(Recipe):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the evaluation after a step; with `--evaluation.keep-best` save the best policy."""
-        options = self.options
         with self.phase("evaluating"):
             values = evaluate(self.checked_run, self._ask, self._scorer)
-        reward, before = values["eval/reward"], self._best
+        reward = values["eval/reward"]
         if step == 0:
             self.tell({"message": f"before step 1: evaluation reward {reward:.3f}", "eval/reward": reward})
-        if options.evaluation.keep_best and (before is None or reward > before):
-            self._best = reward
-            if step:  # at step 0 the best policy is the given model
-                self.models.actor.wait_for_save()
-                self.models.actor.save_pretrained(options.out / BEST)
-                self.say(f"step {step}: the best evaluation reward so far, {reward:.3f}; saved in {BEST}")
+        self._keep_best(step, "reward", reward, self.options)
         return values
 
     @cached_property

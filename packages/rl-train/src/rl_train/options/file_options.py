@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import sys
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -24,6 +27,8 @@ class HeldOutOptions(BaseModel):
     """Evaluation rows, in the form of --dataset; the model does not learn from them."""
     every: Free[Count] = 20
     """Number of steps between evaluations; the first one is before step 1, the last one after the last step."""
+    keep_best: Free[bool] = False
+    """Keep the model with the lowest evaluation loss in the folder `best` of --out."""
 
 
 class FileOptions(RunOptions):
@@ -33,8 +38,34 @@ class FileOptions(RunOptions):
     """Rows: .jsonl, .csv, .parquet, a datasets folder, or organisation/name:FILES; several with commas."""
     batch_size: Count = 64
     """Number of rows in a step, which is one optimizer step."""
+    epochs: Free[Positive | None] = None
+    """Number of passes over the rows, in place of --steps."""
     data: ExampleOptions = Field(default_factory=ExampleOptions)
     evaluation: HeldOutOptions = Field(default_factory=HeldOutOptions)
+
+    @classmethod
+    def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Leave room for any schedule where the rows decide the number of steps; see `of_epochs`."""
+        values = super().filled(values)
+        if values.get("epochs") is not None and "optimizer.schedule.total_steps" in values:
+            values["optimizer.schedule.total_steps"] = sys.maxsize
+        return values
+
+    def of_epochs(self, rows: int) -> Self:
+        """Return the options with the number of steps of `--epochs` over this number of rows."""
+        if self.epochs is None:
+            return self
+        steps = max(1, math.ceil(round(self.epochs * rows / self.batch_size, 6)))
+        schedule = self.optimizer.schedule
+        if schedule.total_steps is not None:
+            schedule = dataclasses.replace(schedule, total_steps=steps)
+        optimizer = dataclasses.replace(self.optimizer, schedule=schedule)
+        return self.model_copy(update={"steps": steps, "optimizer": optimizer})
+
+    @property
+    def keeps_best(self) -> bool:
+        """Say whether the run keeps the checkpoint of its best evaluation."""
+        return self.evaluation.keep_best
 
     @property
     def reference_folder(self) -> Path | None:
@@ -135,10 +166,16 @@ class DistillOptions(FileOptions):
 def mistakes(options: FileOptions) -> list[str]:
     """Return what excludes each other among the options of a recipe."""
     found = []
+    if options.epochs is not None and "steps" in options.model_fields_set:
+        found.append(f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one")
+    if options.epochs is not None and options.data.shuffle_buffer:
+        found.append(f"epochs={options.epochs:g} counts the rows, which data.shuffle_buffer streams; give steps instead")
+    if options.keeps_best and options.evaluation.dataset is None:
+        found.append("evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out")
     if isinstance(options, DpoOptions):
         of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
         defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-        found = [
+        found += [
             f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
             for name, loss in of_loss.items()
             if options.loss != loss and options.value(name) != defaults[name]
