@@ -28,6 +28,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": LETTERS[i], "chosen": LETTERS[i + 1 : i + 4], "rejected": LETTERS[i : i + 2]} for i in range(6)
     ],
     "judged": [{"prompt": LETTERS[i], "completion": LETTERS[i + 1 : i + 4], "label": i % 2 == 0} for i in range(6)],
+    "steps": [  # a step of a solution is right where it is "b"
+        {"prompt": LETTERS[i], "completions": ["b", "y", "b"][i % 2 :], "labels": [True, False, True][i % 2 :]}
+        for i in range(6)
+    ],
     "labels": [{"text": LETTERS[i : i + 4], "label": i % 2} for i in range(6)],
 }
 
@@ -148,6 +152,28 @@ def test_reward_models_score_the_ends_of_sequences(make: Make) -> None:
     before = labels.update(batch)
     assert before["loss"] == pytest.approx(math.log(2))
     assert labels.update(batch)["loss"] < before["loss"]
+
+
+def test_simpo_prefers_the_chosen_responses_and_has_no_reference(make: Make) -> None:
+    recipe = make(DpoOptions, "pairs", loss="simpo", batch_size=6)
+    batch, _ = recipe.collect(1)
+    assert "reference_log_probs" not in batch.fields
+    metrics = [recipe.update(batch) for _ in range(12)]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] / 2
+    means = batch.sum_by_sequence(recipe.model.log_probs(batch).log_probs) / batch.masked_counts
+    chosen, rejected = means.view(6, 2).T
+    assert bool((2 * (chosen - rejected) > 1).all()), "the margin of 1 between rewards, 2 times mean log-probs"
+
+
+def test_a_process_reward_model_learns_the_label_of_each_step(make: Make) -> None:
+    recipe = make(RewardModelOptions, "steps", rows="steps", batch_size=6)
+    for step in range(1, 13):
+        metrics = recipe.update(recipe.collect(step)[0])
+    assert metrics["label_accuracy"] == pytest.approx(1)
+    batch = recipe.objective.batch(recipe.checked_run.examples)
+    values = recipe.model.values(batch)
+    marked = batch["labels"] >= 0
+    assert (values[marked] > 0).tolist() == [right for row in ROWS["steps"] for right in row["labels"]]
 
 
 def test_a_policy_that_is_its_own_teacher_learns_nothing(make: Make, model: Path) -> None:
