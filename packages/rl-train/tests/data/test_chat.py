@@ -123,6 +123,10 @@ def test_the_system_prompt_begins_chats_without_one(model: Path, tmp_path: Path)
         ({"messages": []}, '"messages" must be a list of objects'),
         ({"messages": 5}, '"messages" must be a list of objects'),
         ({"messages": [{"role": "robot", "content": "hello"}]}, "the chat template refuses the messages: .*no robots"),
+        (
+            {"messages": [{"role": "system", "content": "be"}, {"role": "robot", "content": "hello"}]},
+            ".*no robots; if it knows no system message, leave it and --data.system-prompt out",
+        ),
         ({"messages": HELLO, "text": "hello"}, 'expected an object with one of "tokens"'),
         ({"messages": "[{'role': 'user', 'content': 'hello'}]"}, '"messages" is a text that begins like JSON, but not'),
         ({"messages": json.dumps(HELLO[0])}, '"messages" must be a list of objects'),
@@ -148,7 +152,9 @@ def test_a_model_without_a_template_is_named(model: Path, tmp_path: Path) -> Non
         read(tmp_path, bare, {"messages": HELLO})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_text((model / name).read_text())
-    with pytest.raises(ValueError, match=r'"messages" need a chat template, which the tokenizer of .*bare has not'):
+    with pytest.raises(
+        ValueError, match=r'"messages" need a chat template, which the tokenizer of .*bare has not; write one into'
+    ):
         read(tmp_path, bare, {"messages": HELLO})
 
 

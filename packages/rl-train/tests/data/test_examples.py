@@ -155,6 +155,20 @@ def test_labels_stand_at_the_ends_of_texts_and_steps(tmp_path: Path, codec: Text
         (judged, {"prompt": "c", "completion": "a", "label": "yes"}, "\"label\" must be true .* or false, got 'yes'"),
         (labelled, {"text": "c", "label": -1}, "must be an integer from 0 on, got -1"),
         (steps, {"prompt": "c", "completions": ["a"], "labels": []}, "a list with a label for each of them"),
+        (whole, {"question": "a"}, "expected .*, got the fields 'question'; --data.columns prompt=question,"),
+        (whole, {"prompt": "a", "completion": " "}, "the answer to 'a' is empty; leave the row out"),
+        (pair, {"prompt": "a", "chosen": [], "rejected": "b"}, "the answer to 'a' is empty"),
+        (
+            whole,
+            {"messages": [*CHAT[:1], {"role": "assistant", "content": ""}]},
+            "an answer .* is empty; leave",
+        ),
+        (
+            whole,
+            {"messages": [{"from": "human", "value": "a"}]},
+            "a message has 'from', 'value' and no \"role\"",
+        ),
+        (steps, {"prompt": "c", "completions": ["a"], "labels": ["+"]}, "must be true or false, .* got '.'"),
         (whole, {"messages": [{"role": "user", "content": [{"type": "image", "path": "a"}]}]}, "have images"),
     ],
 )

@@ -272,6 +272,7 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
         (SftOptions, {"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long the run is; give one"),
         (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
+        (RewardModelOptions, {"rows": "labels"}, "row.*3: the label 2 is not below 2, .* --engine.num-labels 3"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
         (SftOptions, {"backend": "magic"}, "magic"),
     ],
@@ -280,5 +281,6 @@ def test_options_that_do_not_fit_are_refused(
     model: Path, tmp_path: Path, kind: type[FileOptions], options: dict[str, Any], message: str
 ) -> None:
     resolved = kind(model=model, dataset=tmp_path / "rows.jsonl", out=tmp_path / "run", device="cpu", **options)
+    rows = {DpoOptions: ROWS["pairs"], RewardModelOptions: [{"text": "ab", "label": label} for label in range(4)]}
     with pytest.raises(ValueError, match=message):
-        check_examples(resolved, ROWS["pairs" if kind is DpoOptions else "completions"])
+        check_examples(resolved, rows.get(kind, ROWS["completions"]))

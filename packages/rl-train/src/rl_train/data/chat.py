@@ -180,7 +180,9 @@ class ChatTemplate:
             text: str = self._renderer.apply_chat_template(list(messages), **options)
             return text
         except Exception as error:  # a template raises what its author chose
-            raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from None
+            has_system = any(message.get("role") == "system" for message in messages)
+            fix = "; if it knows no system message, leave it and --data.system-prompt out" * has_system
+            raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}{fix}") from None
 
 
 def plain(message: Message) -> Message:

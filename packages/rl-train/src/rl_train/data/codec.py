@@ -191,7 +191,10 @@ class TextCodec:
     @cached_property
     def _template(self) -> ChatTemplate:
         if not self._chat.chat_template:
-            raise ValueError(f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not')
+            raise ValueError(
+                f'"messages" need a chat template, which the tokenizer of {self.file.parent} has not; write one into '
+                "its file chat_template.jinja, or give texts"
+            )
         return ChatTemplate(self._chat)
 
     @cached_property

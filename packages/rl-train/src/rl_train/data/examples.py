@@ -89,8 +89,8 @@ def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
         return (_chat(row["messages"], row, codec),)
     if "text" in row and isinstance(row["text"], str):
         tokens = _ended(codec.encode(row["text"]), codec)
-    else:
-        tokens = _ids(_entry(row, "tokens"), "tokens")
+    elif "tokens" in row:
+        tokens = _ids(row["tokens"], "tokens")
         mask = row.get("mask")
         if mask is not None:
             if not isinstance(mask, list) or len(mask) != len(tokens) or not {*mask} <= {0, 1}:
@@ -98,6 +98,11 @@ def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
                     f'"mask" must be a list of true and false for each of the {len(tokens)} tokens, got {mask!r:.60}'
                 )
             return (Learned(tokens, [1 if learned else NONE for learned in mask]),)
+    else:
+        raise ValueError(
+            'expected "messages", "prompt" with "completion", "text" or "tokens", got the fields '
+            f"{', '.join(map(repr, row))}; --data.columns prompt=question,completion=answer takes other columns"
+        )
     return (Learned(tokens, [NONE] + [1] * (len(tokens) - 1)),)
 
 
@@ -139,6 +144,8 @@ def steps(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
     tokens = codec.encode(_text(_entry(row, "prompt"), "prompt"))
     labels_T = [NONE] * len(tokens)
     for text, label in zip(texts, labels, strict=True):
+        if not isinstance(label, int) or label < 0:
+            raise ValueError(f'"labels" must be true or false, or integers from 0 on, got {label!r:.60}')
         step = codec.encode(_text(text, "completions") + "\n", special=False)
         tokens, labels_T = tokens + step, labels_T + [NONE] * (len(step) - 1) + [int(label)]
     return (Learned(tokens, labels_T),)
@@ -146,6 +153,8 @@ def steps(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
 
 def _completed(prompt: Any, completion: Any, row: Mapping[str, Any], codec: TextCodec) -> Learned:
     """Return a prompt with its completion, of which the completion is learned."""
+    if completion == [] or (isinstance(completion, str) and not completion.strip()):
+        raise ValueError(f"the answer to {prompt!r:.60} is empty; leave the row out")
     if isinstance(prompt, str) and isinstance(completion, str):
         asked, both = codec.encode(prompt), codec.encode(prompt + completion)
         if both[: len(asked)] != asked:  # a token would cross the end of the prompt, which the model reads whole
@@ -171,6 +180,12 @@ def _chat(messages: Any, row: Mapping[str, Any], codec: TextCodec, since: int = 
         raise ValueError(f"messages must be a list of objects with a role and a content, got {messages!r:.100}")
     if is_seen(messages):
         raise ValueError("the messages have images, which are for rl-train train; leave them out")
+    for message in messages:
+        if "role" not in message:
+            entries = ", ".join(map(repr, message))
+            raise ValueError(f'a message has {entries} and no "role"; write {{"role": "user", "content": "..."}}')
+        if message["role"] == "assistant" and not any(value for name, value in message.items() if name != "role"):
+            raise ValueError("an answer of the assistant is empty; leave the message, or the row, out")
     tokens, learned = codec.conversation(messages, row.get("tools"), since)
     return Learned(tokens, [1 if is_learned else NONE for is_learned in learned])
 

@@ -149,6 +149,12 @@ class _RunExamples:
     def read(self, source: Path, number: int, row: Any) -> Example | None:
         """See `Reader`."""
         example, (limit, of) = self._reader.read(source, number, row), self.limit
+        classes = max(2, self.options.engine.num_labels or 2)
+        if (label := max(max(sequence.labels) for sequence in example.sequences)) >= classes:
+            raise ValueError(
+                f"{place(source, number)}: the label {label} is not below {classes}, the number of labels; give "
+                f"--engine.num-labels {label + 1}, or the number of all labels"
+            )
         # A reward model reads a token more.
         if example.longest + (OBJECTIVES[self.options.learned].kind is not Actor) <= limit:
             return example
