@@ -19,9 +19,11 @@ from rl_train.loop.draw_run import chat
 from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
 from rl_train.options.options import TrainOptions
 
+TEMPLATE = "<s>{% for message in messages %}{{ message.content }}</s>{% endfor %}"
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments), "--device=cpu", "--max-new-tokens=4"])
+
+def call(*arguments: object, max_new_tokens: int = 4) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments), "--device=cpu", f"--max-new-tokens={max_new_tokens}"])
 
 
 def test_an_evaluation_draws_and_scores_every_response(model: Path, prompts: Path, tmp_path: Path) -> None:
@@ -40,6 +42,22 @@ def test_an_evaluation_draws_and_scores_every_response(model: Path, prompts: Pat
     assert "an input; choose another file" in refused.output
 
 
+@pytest.mark.slow
+def test_an_evaluation_runs_an_environment(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent)  # of the module `talks`
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("".join(json.dumps({"messages": "c", "turns": turns}) + "\n" for turns in (1, 3)))
+    size = json.loads((chat_model / "config.json").read_text())["vocab_size"]
+    stops = ",".join(map(str, range(size)))  # each answer is one token
+    arguments = ["--environment", "talks:Talk", "--samples=2", "--stop-ids", stops, "--out", out, "--json"]
+    result = call("evaluate", chat_model, "--prompts", rows, *arguments, max_new_tokens=24)
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["line"], record["reward"]) for record in records] == [(1, 1), (1, 1), (2, 3), (2, 3)]
+    values = json.loads(result.stdout)
+    assert (values["eval/reward"], values["eval/turns"]) == (2, 2)
+
+
 def test_generate_writes_what_the_model_draws(model: Path, prompts: Path) -> None:
     result = call("generate", model, "--prompts", prompts, "--temperature=0", "--stop-ids=")
     assert result.exit_code == 0, result.output
@@ -54,6 +72,8 @@ def test_generate_writes_what_the_model_draws(model: Path, prompts: Path) -> Non
     ("arguments", "message"),
     [
         (["evaluate", "MODEL"], "evaluate needs a reward; give --reward or --environment"),
+        (["evaluate", "MODEL", "--environment", "talks:Talk"], "evaluate needs prompts; give --prompts, or an --env"),
+        (["sft", "--ray"], "--ray is an option of train, not of sft"),
         (["evaluate", "MODEL", "--rewrd", "x"], "Possible options: --reward|did you mean --reward"),
         (["generate", "MODEL", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
         (["generate", "MODEL", "--dims", "tp=2"], "a chat runs on one rank"),

@@ -22,6 +22,7 @@ from rl_train.loop.recipe_run import LocalRank, ModelMaker, on_ranks
 from rl_train.loop.run import rewards_of, rollouts_of
 from rl_train.loop.scoring import Scored, Scorer
 from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
+from rl_train.options.options import SOURCES
 
 
 def draw(options: GenerateOptions, on_event: Tell) -> dict[str, float]:
@@ -39,6 +40,8 @@ def draw(options: GenerateOptions, on_event: Tell) -> dict[str, float]:
     further = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if evaluates and not {"reward", "environment"} & further.keys():
         raise ValueError("evaluate needs a reward; give --reward or --environment, or use rl-train generate")
+    if options.prompts is None and not str(further.get("environment", "")).startswith(SOURCES):
+        raise ValueError(f"evaluate needs prompts; give --prompts, or an --environment that has them: {SOURCES[0]}TASK")
     with tempfile.TemporaryDirectory() as folder:
         run_options = options.train_options(Path(folder) / "run", **further)
         checked_run = check_run(run_options.model_copy(update={"evaluation": type(run_options.evaluation)()}))

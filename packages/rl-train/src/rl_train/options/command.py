@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 from rl_train.options.fields import Repeats
 from rl_train.options.names import SHORT_NAMES, flag, nearest
 from rl_train.options.nested import Leaf, Options
+from rl_train.options.options import TrainOptions
 
 # The panels of the help of `train`: the title of each group, and the first option of each part without a group.
 PANELS = {
@@ -68,7 +69,11 @@ class OptionsCommand(TyperCommand):
             name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
             if name and hasattr(error, "possibilities"):
                 known = {parameter.name.replace("__", ".") for parameter in self.params if parameter.name}
-                error.possibilities = [flag(nearest(name, known))]
+                if name in TrainOptions.names() - known:
+                    message = f"{flag(name)} is an option of train, not of {self.name}"
+                    vars(error).update(message=message, possibilities=[])
+                else:
+                    error.possibilities = [flag(nearest(name, known))]
             raise
 
 
