@@ -15,6 +15,7 @@ from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
 from rl_train.data.mixture import split_sources
 from rl_train.data.sources import read_json
+from rl_train.loop.recipe import BEST
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
 from rl_train.loop.run_store import RunStore
 from rl_train.options.run_options import RunOptions
@@ -34,8 +35,6 @@ MARK, MARKS = "options.json", {"model", "steps"}
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
 # A file that a user puts there: the run saves after the step under way, and ends.
 STOP = "stop"
-# The checkpoint of the policy with the highest evaluation reward.
-BEST = "best"
 
 
 def check_folder(options: RunOptions) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 from rl_models import Batch
 from rl_models.api import ModelCalls
-from rl_train.loop.folder import BEST
 from rl_train.options.run_options import RunOptions
 
 Tell = Callable[[Mapping[str, Any]], None]
+
+# The folder of the checkpoint with the best evaluation, in the folder of a run.
+BEST = "best"
 
 
 class NothingToLearnError(ValueError):

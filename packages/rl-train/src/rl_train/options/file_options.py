@@ -169,7 +169,7 @@ def mistakes(options: FileOptions) -> list[str]:
     if options.epochs is not None and "steps" in options.model_fields_set:
         found.append(f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one")
     if options.epochs is not None and options.data.shuffle_buffer:
-        found.append(f"epochs={options.epochs:g} counts the rows, which data.shuffle_buffer streams; give steps instead")
+        found.append(f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead")
     if options.keeps_best and options.evaluation.dataset is None:
         found.append("evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out")
     if isinstance(options, DpoOptions):
