@@ -91,7 +91,8 @@ def test_a_key_of_anthropics_header(endpoint: Endpoint) -> None:
 
 
 def test_tokens_are_counted_and_not_drawn(endpoint: Endpoint, client: Any) -> None:
-    """The count is that of the next call, whose draws stay the same; a prompt that is too long is counted, too."""
+    """The count is that of the next call, with the ids as drawn; a prompt that is too long is counted, too."""
+    endpoint.script.say = lambda prompt: CALL.replace(", ", ",  ") if "42<|im_end|>" not in prompt else "It is 42."
     fields: dict[str, Any] = {"model": "policy", "system": "Be brief.", "tools": [FUNCTION]}
     first = answer(client, messages=[QUESTION], **fields)
     result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "42"}
