@@ -1,21 +1,28 @@
 """The programs in `examples/`, in the READMEs of rl-models and rl-train, and in docs/rl-models.md run as printed."""
 
 import contextlib
+import importlib
 import io
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from tests.pages import DOCS, programs
+from typer.testing import CliRunner
 
 from parallel_layers.testing import RankPool
+from rl_train.cli import app
 from rl_train.quickstart import make_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -283,3 +290,67 @@ def test_the_run_of_smollm2_takes_the_process_over(tmp_path: Path, monkeypatch: 
     assert given[:4] == [sys.executable, sys.executable, "-m", "rl_train"]
     assert given[-1] == "--seed=1"
     assert (tmp_path / "task" / "prompts.jsonl").is_file()
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program of the three stages, as a module."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "smollm2")
+    return importlib.import_module("stages")
+
+
+def test_pairs_and_scores_of_the_three_stages(stages: Any, tmp_path: Path) -> None:
+    stages.make_rows(tmp_path, terms=(2, 2), prompts=3, held_out=1, largest=9)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    answers = {1: ["0", "1", "1", "0"], 2: ["1", "1"], 3: ["0", "1"]}
+    responses = [
+        {"line": line, "response": rows[line - 1]["answer"] if right == "1" else f"{number}", "reward": float(right)}
+        for line, group in answers.items()
+        for number, right in enumerate(group)
+    ]
+    stages.write_pairs(tmp_path / "prompts.jsonl", responses, tmp_path / "pairs.jsonl")
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    expected = [(rows[0], "0"), (rows[0], "3"), (rows[2], "0")]
+    assert pairs == [
+        {"prompt": row["messages"], "chosen": row["answer"], "rejected": rejected} for row, rejected in expected
+    ]
+    assert stages.scores("sft", responses) == {"after": "sft", "seconds": 0, "form": 5 / 8, "right": 5 / 8, "best": 1}
+
+
+@pytest.mark.parametrize("size", ["full", "small"])
+def test_the_three_stages_have_options_of_their_commands(stages: Any, size: str) -> None:
+    options = stages.read_options(size)
+    group: Any = typer.main.get_command(app)
+    for command in (*stages.STAGES, "evaluate"):
+        flags = {flag for parameter in group.commands[command].params for flag in parameter.opts}
+        assert {f"--{name}" for name in options["model"] | options[command]} <= flags
+
+
+@pytest.mark.slow
+def test_the_three_stages_run_and_go_on(stages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model, which answers nothing right: its pairs are written here."""
+    make_checkpoint(tmp_path / "model", seed=0)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    pair = {"prompt": "a", "chosen": "bcd", "rejected": "x"}
+    monkeypatch.setattr(stages, "write_pairs", lambda *files: files[2].write_text(json.dumps(pair) + "\n"))
+    options = stages.read_options("small")
+    options["task"] |= {"prompts": 8, "held_out": 2}
+    options["model"] |= {"device": "cpu"}
+    for stage in stages.STAGES:
+        options[stage]["steps"] = 1
+    options["train"] |= {"prompts-per-step": 2, "samples": 2}
+
+    def run(command: list[str], **_: Any) -> None:
+        result = CliRunner().invoke(app, command[3:])
+        assert result.exit_code == 0, result.output
+
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(run=run))
+    rows = stages.run_stages(options, tmp_path / "model", tmp_path / "out", 0)
+    assert [row["after"] for row in rows] == ["before", *stages.STAGES]
+    assert all(row["seconds"] > 0 for row in rows[1:])
+    assert len((tmp_path / "out" / "drawn.jsonl").read_text().splitlines()) == 8 * 4
+    sources = [json.loads((tmp_path / "out" / stage / "options.json").read_text())["model"] for stage in stages.STAGES]
+    assert [Path(source).parent.name for source in sources[1:]] == ["sft", "dpo"]
+    monkeypatch.setattr(stages, "subprocess", None)  # nothing is left to do
+    assert stages.run_stages(options, tmp_path / "model", tmp_path / "out", 0) == rows
