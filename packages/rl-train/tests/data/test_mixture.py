@@ -186,3 +186,9 @@ def test_metrics_of_sources_have_short_names() -> None:
     }  # fmt: skip
     assert by_source(Path("code.csv"), rows) == {}
     assert list(itertools.islice(by_source(sources, rows[:1]), 1)) == ["source_share/x/math.jsonl"]
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    mixture = Mixture.of_rows([Entry(Path("2"), number) for number in range(2)], 0)
+    with pytest.raises(ValueError, match=r"of an earlier version of rl-train .* by `rl-train export`"):
+        mixture.resume({})

@@ -203,7 +203,12 @@ class Mixture(Generic[R]):
         return {"counts": list(self._counts), "places": [list(source.place) for source in self.sources]}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`; ValueError for that of an earlier version of rl-train."""
+        if "places" not in state:
+            raise ValueError(
+                "the training checkpoint is of an earlier version of rl-train and has no place in each source; write "
+                "its weights by `rl-train export`, and begin a run in another folder with them as --model"
+            )
         self._counts = list(state["counts"])
         for source, place in zip(self.sources, state["places"], strict=True):
             source.place = list(place)

@@ -112,7 +112,7 @@ class Draws:
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state (of `State.to_json`) after a step; responses that were not saved are drawn again."""
         self.position = int(state["position"])
-        self._mixture.resume(state["order"])
+        self._mixture.resume(state.get("order", {}))
         if self._curriculum is not None:
             self._curriculum.resume(state.get("rewards_of_prompts", ()))
         file = _file(training, step)
