@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,19 @@ def test_the_command_resumes_on_another_grid(make: Make, model: Path, tmp_path: 
     assert begun.exit_code == 0, begun.output
     assert "step 2/2  loss " in begun.output
     assert "  held-out " in begun.output
-    resumed = call("sft", "--steps=3", "--dims=tp=2", "--json")
+    refused = call("sft", "--steps=3", "--dims=tp=2", "--profile=3", "--profile-ranks=0,2")
+    assert refused.exit_code == 2
+    assert "profile=3 on profile_ranks=0,2 must name a step of 1..3 and ranks of 0..1" in refused.output
+    resumed = call("sft", "--steps=3", "--dims=tp=2", "--profile=3", "--profile-ranks=0-1", "--json")
     assert resumed.exit_code == 0, resumed.output
+    assert sorted(file.name for file in (tmp_path / "run" / "profile").iterdir()) == [
+        "profile.md", "rank-0.json.gz", "rank-1.json.gz",
+    ]  # fmt: skip
+    page = (tmp_path / "run" / "profile" / "profile.md").read_text()
+    (seconds, waits, top), _ = re.findall(r"\| learning \| ([\d.]+) \| 0.000 \| ([\d.]+) \| (.*) \|", page)
+    assert float(seconds) > float(waits) >= 0
+    assert "::" in top
+    assert "Step 3 by phase" in (tmp_path / "run" / "report.html").read_text()
     assert "going on after step 2" in resumed.output
     recipe = make(SftOptions, "completions", out=tmp_path / "other")
     losses = [recipe.update(recipe.collect(step)[0])["loss"] for step in (1, 2, 3)]

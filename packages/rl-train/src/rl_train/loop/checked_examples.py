@@ -23,8 +23,10 @@ from rl_train.loop.checked_teacher import check_tokens
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.folder import check_folder
 from rl_train.loop.resume import changed_inputs, inputs_of
+from rl_train.loop.tracing import check_profile
 from rl_train.options.file_options import DistillOptions, FileOptions, mistakes
 from rl_train.report.loggers import check_loggers
+from rl_train.report.metrics_server import check_port
 
 _SHOWN = ["model", "dataset", "number_of_rows", "learned_tokens", "longest_sequence", "passes_over_rows", "steps"]
 _SHOWN += ["batch_size", "out", "ranks"]
@@ -95,6 +97,8 @@ def check_examples(
         raise ValueError(mistake)
     check_folder(options.of_epochs(sys.maxsize))  # without the rows, all steps may be right
     check_loggers(options.logger)
+    check_port(options.metrics_port)
+    check_profile(options)
     options_as_given = options
     folders = {name: options.value(name) for name in ("model", "reference", "teacher") if name in options.names()}
     options = options.model_copy(

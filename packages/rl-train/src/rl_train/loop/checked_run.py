@@ -34,9 +34,11 @@ from rl_train.loop.checked_teacher import check_teacher
 from rl_train.loop.folder import check_folder
 from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.loop.resume import changed_inputs, inputs_of
+from rl_train.loop.tracing import check_profile
 from rl_train.options.derived import cache_options, check
 from rl_train.options.options import TrainOptions
 from rl_train.report.loggers import check_loggers
+from rl_train.report.metrics_server import check_port
 from rl_train.rewards.function import check_rewards, check_rows
 from rl_train.trajectories.rollout_files import check_rollouts
 from rl_train.weight_sync.buckets import WeightFormat
@@ -245,6 +247,8 @@ def check_run(
     check_rewards(options.reward)
     check_rows(options.reward, ((prompt.place, prompt.row) for prompt in (*prompts, *eval_prompts)))
     check_loggers(options.logger)
+    check_port(options.metrics_port)
+    check_profile(options)
     if options.save_rollouts:
         check_rollouts()
     loss_of(options.objective.loss)

@@ -10,6 +10,7 @@ from rl_models import Batch
 from rl_train.loop.folder import ADAPTERS, STOP, newest_step
 from rl_train.loop.recipe import NothingToLearnError, Recipe
 from rl_train.loop.throughput import Throughput
+from rl_train.loop.tracing import traced
 from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
@@ -46,7 +47,12 @@ class Loop:
         done = saved = self._resume(training)
         metrics = Metrics(options.out, done=done) if recipe.writes else None
         loggers = Loggers(
-            options.logger * recipe.writes, options.out, self.options_as_given.to_json(), done, recipe.say
+            options.logger * recipe.writes,
+            options.out,
+            self.options_as_given.to_json(),
+            done,
+            recipe.say,
+            options.metrics_port * recipe.writes,
         )
         values = {} if metrics is None else metrics.last
         nothing: NothingToLearnError | None = None
@@ -60,7 +66,8 @@ class Loop:
             for step in range(done + 1, options.steps + 1):
                 recipe.seconds = {}
                 try:
-                    values = self._step(step)
+                    with traced(options, recipe, step):
+                        values = self._step(step)
                 except FloatingPointError as error:
                     raise ValueError(f"step {step}: {error}; look at the learning rate and the rewards") from error
                 except NothingToLearnError as error:

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.profiler import record_function
+
 from rl_models import Batch
 from rl_models.api import ModelCalls
 from rl_train.options.run_options import RunOptions
+from rl_train.report.phase_table import PHASE
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -123,6 +126,7 @@ class Recipe(ABC):
         """Tell of the phase, and add the time inside to `seconds_<name>` of the step."""
         self.tell({"phase": name})
         began = time.monotonic()
-        yield
+        with record_function(f"{PHASE}{name}"):
+            yield
         key = f"seconds_{name}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.monotonic() - began

@@ -105,6 +105,12 @@ def numbers(text: str, other_values: str = "") -> tuple[int, ...]:
     return tuple(values)
 
 
+def text_of_numbers(text: str) -> str:
+    """Return a text of numbers as it is; ValueError for another text."""
+    numbers(text)
+    return text
+
+
 def device_ids(text: str | None) -> list[str] | None:
     """Return the ids of devices as in CUDA_VISIBLE_DEVICES, "" for a CPU, of a text such as "4,5" or "cpu"."""
     return None if text is None else [device.strip().replace("cpu", "") for device in text.split(",")]

@@ -23,6 +23,7 @@ from rl_train.options.fields import (
     as_text,
     device_ids,
     numbers,
+    text_of_numbers,
 )
 from rl_train.options.groups import (
     LEFT_OUT,
@@ -47,11 +48,6 @@ SOURCES = (reasoning_gym.PREFIX, verifiers.PREFIX)
 # Options that have the algorithm's value where they are left out.
 OF_THE_ALGORITHM = ["samples", "equal_groups", "objective.advantages", "objective.loss", "objective.clip_low"]
 OF_THE_ALGORITHM += ["objective.clip_high", "objective.aggregation", "objective.kl_estimator"]
-
-
-def _text_of_numbers(text: str) -> str:
-    numbers(text)  # ValueError for another text
-    return text
 
 
 class TrainOptions(RunOptions):
@@ -92,7 +88,7 @@ class TrainOptions(RunOptions):
     """Number of passes over the responses of a step."""
     mini_batch: Count | None = None
     """Number of responses in one optimizer step (default: all responses of the step)."""
-    stop_ids: Annotated[Text, AfterValidator(_text_of_numbers)] | None = None
+    stop_ids: Annotated[Text, AfterValidator(text_of_numbers)] | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
 
     ray: Free[bool] = False

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from parallel_layers.model import LoraOptions
 from parallel_models import OptimizerOptions
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, CountOrZero, Folder, Free, Out, Repeats, Text
+from rl_train.options.fields import Count, CountOrZero, Folder, Free, Out, Repeats, Text, text_of_numbers
 from rl_train.options.nested import Nested, Options
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
@@ -66,6 +66,12 @@ class RunOptions(Options):
     """Number of newest training checkpoints to keep."""
     logger: Free[Annotated[Text, Repeats]] = ""
     """Loggers beside metrics.jsonl: tensorboard, wandb, trackio, mlflow (each installed by pip) or module:Class."""
+    metrics_port: Free[Annotated[int, Field(ge=0, le=65535)]] = 0
+    """Port of 127.0.0.1 at which /metrics gives the last step's metrics to Prometheus (0: off)."""
+    profile: Free[CountOrZero] = 0
+    """Step to trace with torch's profiler, into the folder `profile` of --out (0: none)."""
+    profile_ranks: Free[Annotated[Text, AfterValidator(text_of_numbers)]] = "0"
+    """Ranks that --profile traces, such as 0,3 or 0-7."""
 
     engine: Free[
         Annotated[

@@ -25,6 +25,7 @@ from rl_train.report.signs import warned
 PAGE = "report.html"
 CURVES = "curves"
 VERSIONS = "versions.json"
+PROFILE = "profile/profile.md"
 
 PHASES = "Seconds by phase"
 # Title of a chart, and the metrics that it shows; a name that ends with / or @ stands for all names with this prefix.
@@ -105,6 +106,12 @@ class RunFiles:
         file = self.folder / VERSIONS
         return read_json(file) if file.is_file() else {}
 
+    @property
+    def profile(self) -> str:
+        """Return the table of the traced step; empty without one."""
+        file = self.folder / PROFILE
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
     @cached_property
     def tiles(self) -> dict[str, str]:
         """Return the numbers that sum the run up."""
@@ -118,6 +125,7 @@ class RunFiles:
             "subtitle": _subtitle(self.options),
             "tiles": self.tiles,
             "warnings": warned(self.metrics),
+            "profile": self.profile,
             "metrics": _of_steps(self.metrics, MOST_STEPS),
             "options": self.options,
             "versions": self.versions,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_train.options.functions import find_in_working_folder
+from rl_train.report.metrics_server import MetricsServer
 
 # Seconds that the end of a run waits for each logger.
 _PATIENCE = 60.0
@@ -162,11 +163,19 @@ class Loggers:
         text: The value of `--logger`.
         folder, config, done: See `LoggedRun`.
         tell: Called with a message about a logger that failed.
+        port: The port for Prometheus; 0: none.
     """
 
     def __init__(
-        self, text: str, folder: Path, config: Mapping[str, Any], done: int, tell: Callable[[str], None]
+        self,
+        text: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        done: int,
+        tell: Callable[[str], None],
+        port: int = 0,
     ) -> None:
+        self._server = MetricsServer(port) if port else None
         self._tell, self._threads = tell, list[_Background]()
         if logger_names := names(text):
             run = LoggedRun(folder, config, done, _identity(folder, done))
@@ -174,6 +183,8 @@ class Loggers:
 
     def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Give the metrics and samples of a step to all loggers; returns at once."""
+        if self._server is not None:
+            self._server.write(step, values)
         for thread in self._threads:
             thread.calls.put(("write", step, dict(values)))
             if samples:
@@ -182,6 +193,8 @@ class Loggers:
 
     def close(self) -> None:
         """End all loggers, and wait for each up to a minute."""
+        if self._server is not None:
+            self._server.close()
         for thread in self._threads:
             thread.calls.put(("close",))
         for thread in self._threads:
