@@ -283,6 +283,7 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (DpoOptions, {"loss": "simpo", "reference": Path("r")}, "loss=simpo has no reference; leave reference=r out"),
         (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
         (SftOptions, {"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long the run is; give one"),
+        (SftOptions, {"epochs": 2, "data.shuffle_buffer": 9}, "epochs=2 counts rows, which data"),
         (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
         (RewardModelOptions, {"rows": "labels"}, "row.*3: the label 2 is not below 2, .* --engine.num-labels 3"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
