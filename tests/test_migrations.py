@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_checkpoint(tmp_path / "checkpoint", seed=0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    for module in ("task", "verl_reward"):
+    for module in ("questions", "verl_reward"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
 

@@ -5,7 +5,7 @@ python examples/migrate/from_trl.py MODEL OUT
 
 import sys
 
-from task import ROWS, reward
+from questions import ROWS, reward
 
 from rl_train.loop import train_on
 

@@ -8,7 +8,7 @@ import sys
 
 import torch
 from datasets import Dataset
-from task import ROWS, share
+from questions import ROWS, share
 from trl import GRPOConfig, GRPOTrainer
 
 config = GRPOConfig(

@@ -19,7 +19,7 @@ from rl_models import Batch
 from rl_train.data.mixture import Mixture
 from rl_train.data.prompts import Prompt
 from rl_train.loop import draws as draws_module
-from rl_train.loop.draws import DrawsInFlight
+from rl_train.loop.draws import Draw, DrawsInFlight, State, done
 
 SAMPLES = 2
 
@@ -103,3 +103,12 @@ def test_in_flight_every_prompt_is_learned_once_and_in_time(
     ahead = [draw.prompts[0].line for draw in draws.state.ahead]
     assert sorted(learned + ahead, key=order.index) == order[: draws.position]
     assert list(dict.fromkeys(asked)) == order[: draws.position], "asked for in order"
+
+
+def test_a_step_that_is_taken_again_keeps_no_responses_of_before(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"log_probs": [[0.0, 0.0]], "version": [[-1, 0]]}
+    batch = Batch.from_sequences([[1, 2]], response_lengths=[1], **fields)
+    State(2, (Draw(1, [], 0, done(batch)),)).save(tmp_path, 3, [3])
+    assert [file.name for file in (tmp_path / "ahead").iterdir()] == ["00000003.safetensors"]
+    State(2, ()).save(tmp_path, 3, [3])
+    assert list((tmp_path / "ahead").iterdir()) == []

@@ -64,10 +64,13 @@ class State:
         return {"position": self.position, "ahead": ahead, **self.order}
 
     def save(self, training: Path, step: int, kept: Collection[int]) -> None:
-        """Write the responses ahead beside the training checkpoint of a step; remove files of steps not in `kept`."""
+        """Write the responses ahead beside the training checkpoint of a step; remove files of steps not in `kept`.
+
+        A run that takes a step again has other responses than before, also where none is complete.
+        """
         folder = training / "ahead"
         for file in folder.glob("*.safetensors"):
-            if int(file.stem) not in kept:
+            if int(file.stem) not in kept or int(file.stem) == step:
                 file.unlink()
         # The step that takes the responses raises the engine's error, also after a kill.
         drawn = [draw for draw in self.ahead if draw.responses.done() and draw.responses.exception() is None]
