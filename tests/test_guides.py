@@ -123,7 +123,7 @@ def test_the_environment_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
 METRICS = {
     "rl-train/src/rl_train/data/mixture.py": ("by_source",),
     "rl-train/src/rl_train/loop/loop.py": ("_step", "_warn"),
-    "rl-train/src/rl_train/loop/reinforcement.py": ("_collect", "_describe", "_staleness", "_estimate"),
+    "rl-train/src/rl_train/loop/reinforcement.py": ("collect", "_collect", "_describe", "_staleness", "_estimate"),
     "rl-train/src/rl_train/loop/file_recipe.py": ("collect", "evaluate"),
     "rl-train/src/rl_train/loop/scoring.py": ("describe",),
     "rl-train/src/rl_train/loop/throughput.py": ("describe",),

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -21,8 +22,10 @@ from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import SamplingOptions
 from rl_models import Actor
+from rl_models.api import WholeBatches
 from rl_train.engines import EngineOnRanks, engine_on_ranks
 from rl_train.engines.interface import Request, Responses
+from rl_train.loop.models import Models
 from rl_train.weight_sync.buckets import (
     Bucket,
     WeightFormat,
@@ -307,6 +310,16 @@ def test_reported_experts_are_replayed(tmp_path: Path) -> None:
     recorded = actor.predict(plain, record_routing=True)["routing"]
     complete_routing = plain.with_fields(routing=torch.where(batch["routing"] < 0, recorded, batch["routing"]))
     replayed = actor.log_probs(batch).log_probs
+    choices = [
+        pair
+        for row in zip(batch["routing"].tolist(), recorded.tolist(), strict=True)
+        for pair in zip(*row, strict=True)
+    ]
+    differ = [expert not in own for drew, own in choices for expert in drew if expert >= 0]
+    options: Any = SimpleNamespace(sampling=SimpleNamespace(temperature=1.0))
+    assert Models(WholeBatches(actor)).routing_difference(batch, options) == pytest.approx(sum(differ) / len(differ))
+    assert 0 < sum(differ) < len(differ)
+    assert Models(WholeBatches(actor)).routing_difference(plain.with_fields(routing=recorded), options) == 0
     assert torch.equal(replayed, actor.log_probs(complete_routing).log_probs)
     assert not torch.equal(replayed, actor.log_probs(plain).log_probs)
     for wrong, reported in (

@@ -136,6 +136,21 @@ def test_a_step_whose_responses_are_all_vetoed_says_so(run: Run, monkeypatch: py
     ]
 
 
+def test_the_routing_of_the_engine_is_compared_every_show_every_steps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = Models.estimate
+
+    def with_routing(self: Models, batch: Batch, options: TrainOptions) -> Batch:
+        return estimate(self, batch, options).with_fields(routing=torch.zeros(batch.num_tokens, 1, 1))
+
+    monkeypatch.setattr(Models, "estimate", with_routing)
+    monkeypatch.setattr(Models, "routing_difference", lambda *_: 0.25)
+    loop = run(alternating(99), samples=2, show_every=2, **{"rollouts.routing": True})
+    values = [loop.recipe.collect(step)[1] for step in (1, 2, 3)]
+    assert [of_step.get("routing_difference") for of_step in values] == [None, 0.25, None]
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "dr-grpo", "rloo"])
 def test_an_episode_of_several_samples_counts_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str

@@ -19,9 +19,9 @@ PAGE = Path(__file__).parents[4] / "docs" / "guides" / "metrics.md"
 # The metrics of a healthy run in bf16 with adapters: mean and relative noise of a step.
 HEALTHY = {
     "entropy": (1.2, 0.1), "reward": (0.4, 0.1), "rollout_kl": (1e-3, 0.5), "rollout_difference_mean": (0.02, 0.2),
-    "rollout_difference": (0.8, 0.5), "importance_outside": (0.02, 0.3), "clip_fraction": (0.12, 0.3),
-    "approx_kl": (0.01, 0.5), "kl": (0.3, 0.2), "response_length": (220.0, 0.1), "truncated": (0.05, 0.4),
-    "frac_reward_zero_std": (0.4, 0.3), "grad_norm": (0.8, 0.4),
+    "rollout_difference": (0.8, 0.5), "routing_difference": (0.02, 0.3), "importance_outside": (0.02, 0.3),
+    "clip_fraction": (0.12, 0.3), "approx_kl": (0.01, 0.5), "kl": (0.3, 0.2), "response_length": (220.0, 0.1),
+    "truncated": (0.05, 0.4), "frac_reward_zero_std": (0.4, 0.3), "grad_norm": (0.8, 0.4),
 }  # fmt: skip
 # (metric, its value at the end of a collapse over 6 steps) -> a word of the warning
 COLLAPSES = {
@@ -30,6 +30,7 @@ COLLAPSES = {
     ("rollout_kl", 0.2): "--rollouts.routing",
     ("rollout_difference_mean", 0.3): "--importance-cap",
     ("rollout_difference", 9.0): "p_train / p_rollout",
+    ("routing_difference", 0.3): "--rollouts.quantization",
     ("importance_outside", 0.4): "--staleness",
     ("clip_fraction", 0.6): "--learning-rate",
     ("approx_kl", 0.8): "--mini-batch",

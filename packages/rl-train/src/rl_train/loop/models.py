@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -43,6 +43,18 @@ class Models:
         if self.critic is not None:
             return batch.with_fields(old_values=self.critic.values(batch))
         return batch
+
+    def routing_difference(self, batch: Batch, options: TrainOptions) -> float:
+        """Return the share of the experts of `routing` that the policy's routers do not choose, for the same tokens.
+
+        Rounding alone changes choices near a tie (https://arxiv.org/abs/2510.11370). It takes a forward of its own,
+        without the replay.
+        """
+        plain = replace(batch, fields={name: field for name, field in batch.fields.items() if name != ROUTING})
+        predictions = self.actor.predict(plain, temperature=options.sampling.temperature, record_routing=True)
+        replayed, chosen = batch[ROUTING], predictions["routing"].to(batch.device)
+        differs = (replayed[..., None] != chosen[..., None, :]).all(-1)[replayed >= 0]
+        return float(differs.float().mean()) if len(differs) else 0.0
 
     def with_reference(self, batch: Batch, options: TrainOptions, prompts: Sequence[Sequence[int]] | None) -> Batch:
         """Add `reference_log_probs` to the batch, or for a divergence the teacher's states or likeliest tokens.

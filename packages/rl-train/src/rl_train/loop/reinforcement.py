@@ -15,6 +15,7 @@ from ckpt.training import saved_steps
 from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_models.api import ModelCalls
+from rl_models.calls import ROUTING
 from rl_train.data.mixture import by_source, split_sources
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask, asking
@@ -81,6 +82,8 @@ class Reinforcement(Recipe):
         if experience.batch.mask.any():
             with self.phase("estimating"):
                 batch, estimates = self._estimate(experience)
+                if self.options.rollouts.routing and ROUTING in batch.fields and self._shows(step):
+                    estimates["routing_difference"] = self.models.routing_difference(batch, self.options)
             values |= estimates
         if values.get("importance_rejected") == 1:
             self.say(f"step {step}: importance sampling rejects all responses; look at --importance-*")
@@ -122,12 +125,14 @@ class Reinforcement(Recipe):
 
     def shown(self, step: int) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
         """Return the samples every `--show-every` steps, and a response."""
-        options = self.options
-        shows = options.show_every and step % options.show_every == 0
-        shown = [{name: value for name, value in x.items() if name != "turns"} for x in self._shown if shows]
+        rows = self._shown if self._shows(step) else ()
+        shown = [{name: value for name, value in row.items() if name != "turns"} for row in rows]
         keys = [(sample.get("source"), sample["line"]) for sample in shown]
         samples = [x | {"prompt": self._questions[key] or x["prompt"]} for x, key in zip(shown, keys, strict=True)]
         return shown, {"sample": self._sample, "samples": samples, "nothing": self._said_equal}
+
+    def _shows(self, step: int) -> bool:
+        return self.options.show_every > 0 and step % self.options.show_every == 0
 
     def state(self, training: Path, step: int) -> dict[str, Any]:
         """Return the place in the order of the prompts and the best evaluation reward; write responses drawn ahead."""

@@ -53,41 +53,62 @@ _APART = (
 _LARGE_UPDATES = "updates are too large; lower --learning-rate or --epochs, or raise --mini-batch"
 SIGNS: tuple[Sign, ...] = (
     Sign(
-        *("entropy", 0.2, 0.3),
+        "entropy",
+        0.2,
+        0.3,
         "the reward falls, too: the policy has stopped exploring; raise --objective.clip-high or "
         "--objective.entropy-coefficient, or set --kl-coefficient",
         with_reward=True,
     ),
     Sign(
-        *("entropy", 2.0, 1.0),
+        "entropy",
+        2.0,
+        1.0,
         "the policy becomes random; lower --learning-rate, or --objective.entropy-coefficient if it is above 0",
     ),
     Sign("rollout_kl", 10.0, 0.01, _APART),
     Sign("rollout_difference_mean", 3.0, 0.05, _APART),
     Sign("rollout_difference", 5.0, 2.3, f"a token's ratio p_train / p_rollout is above 10 or below 0.1: {_APART}"),
     Sign(
-        *("importance_outside", 3.0, 0.1),
+        "routing_difference",
+        None,
+        0.1,
+        "the trainer's routers choose other experts than the engine's, which the replay hides; look for another dtype "
+        "in the engine, and leave --rollouts.quantization out",
+    ),
+    Sign(
+        "importance_outside",
+        3.0,
+        0.1,
         "many importance weights are cut; lower --staleness, or find the cause of the difference",
     ),
     Sign("clip_fraction", 3.0, 0.3, _LARGE_UPDATES),
     Sign("approx_kl", 5.0, 0.1, _LARGE_UPDATES),
     Sign("kl", None, 10.0, "the policy has left its reference; raise --kl-coefficient, or lower --learning-rate"),
     Sign(
-        *("response_length", 2.0, 64.0),
+        "response_length",
+        2.0,
+        64.0,
         "long responses may earn more; set --rewards.overlong-buffer, or a reward that counts length",
     ),
     Sign(
-        *("response_length", 0.5, float("inf")),
+        "response_length",
+        0.5,
+        float("inf"),
         "short responses may earn more; look at the samples and the reward, or set --kl-coefficient",
     ),
     Sign("truncated", 2.0, 0.2, "responses are cut off; raise --max-new-tokens, or set --rewards.overlong-buffer"),
     Sign(
-        *("frac_reward_zero_std", None, 0.95),
+        "frac_reward_zero_std",
+        None,
+        0.95,
         "the responses to almost every prompt have equal rewards, and there is little to learn; set --equal-groups "
         "resample, raise --samples, or choose easier or harder prompts",
     ),
     Sign(
-        *("grad_norm", 10.0, 1.0),
+        "grad_norm",
+        10.0,
+        1.0,
         "a divergence may follow; lower --learning-rate or --optimizer.max-grad-norm",
     ),
 )
