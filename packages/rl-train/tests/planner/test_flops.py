@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,6 +71,7 @@ def test_a_backward_has_twice_the_flops_of_the_forward(model: Path) -> None:
 def test_frozen_weights_have_no_gradient(model: Path) -> None:
     lora = LoraOptions(rank=4, targets=("q_proj", "down_proj"))
     flops = ModelFlops.of(Checkpoint(model), lora=lora)
+    peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(load(model), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     adapted.enable_input_require_grads()  # else the first layer has no gradient of its input
     square = sum(2 * pair * (TOKENS**2 - causal_pairs([TOKENS])) for _, pair in flops.pairs)
