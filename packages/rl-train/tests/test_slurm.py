@@ -27,7 +27,8 @@ FAKES = {
     "scontrol": 'if [ "$1" = show ]; then printf "%s\\n" 127.0.0.1 127.0.0.2; else echo "$2" >>"$FAKE/requeued"; fi',
     "srun": """while [ "$1" != bash ]; do shift; done
 trap 'kill $tasks' TERM
-for node in 0 1; do SLURM_NODEID=$node SLURM_NNODES=2 PET_LOCAL_ADDR=127.0.0.$((node + 1)) "$@" & tasks="$tasks $!"; done
+export SLURM_NNODES=2
+for node in 0 1; do SLURM_NODEID=$node PET_LOCAL_ADDR=127.0.0.$((node + 1)) "$@" & tasks="$tasks $!"; done
 for _ in 0 1; do wait -n || { kill $tasks; wait; exit 1; }; done""",
 }
 
