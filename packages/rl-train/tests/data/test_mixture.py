@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from parallel_layers.module import python_random
 from rl_train.data.mixture import Mixture, by_source, check_mixture, mixture_of, read_sources, split_sources
 from rl_train.data.prompts import PromptReader
 from rl_train.data.sources import parquet_rows
@@ -71,7 +72,7 @@ def test_rows_in_proportion_and_once_a_pass_also_after_a_resume(
             assert sorted(of_source[start : start + len(every)]) == every, "each row once a pass"
     half, again = made(), made()
     half.take(killed)
-    again.resume(json.loads(json.dumps(half.state)))
+    again.resume(json.loads(json.dumps(half.state)), 0)
     assert again.take(80 - killed) == taken[killed:]
     assert all(again.get(key) == row for key, row in taken)
 
@@ -103,7 +104,7 @@ def test_a_window_at_a_time_is_read_and_a_resumed_run_reads_none_before_it() -> 
     assert len(reader.yielded) == 30
     again, fresh = Numbers(), mixture_of(Path("1000"), options, 3, [], Numbers())
     fresh = mixture_of(Path("1000"), options, 3, [], again)
-    fresh.resume(mixture.state)
+    fresh.resume(mixture.state, 0)
     assert fresh.take(5) == mixture.take(5)
     assert [number for _, number in again.yielded] == list(range(20, 30))
 
@@ -188,7 +189,12 @@ def test_metrics_of_sources_have_short_names() -> None:
     assert list(itertools.islice(by_source(sources, rows[:1]), 1)) == ["source_share/x/math.jsonl"]
 
 
-def test_a_state_of_an_earlier_version_is_refused() -> None:
-    mixture = Mixture.of_rows([Entry(Path("2"), number) for number in range(2)], 0)
-    with pytest.raises(ValueError, match=r"of an earlier version of rl-train .* by `rl-train export`"):
-        mixture.resume({})
+def test_a_run_from_before_there_were_several_sources_goes_on_with_its_rows() -> None:
+    rows = [Entry(Path("rows"), number) for number in range(5)]
+    before, after = (Mixture.of_rows(rows, 3) for _ in range(2))
+    before.take(7)
+    after.resume({}, 7)
+    assert after.state == before.state
+    # The order that these runs had: a sample of all rows in each pass.
+    order = [row for number in range(2) for row in python_random(3, number).sample(range(5), 5)]
+    assert [row.number for _, row in Mixture.of_rows(rows, 3).take(10)] == order

@@ -19,7 +19,7 @@ from rl_models import Batch
 from rl_train.data.mixture import Mixture
 from rl_train.data.prompts import Prompt
 from rl_train.loop import draws as draws_module
-from rl_train.loop.draws import Draw, DrawsInFlight, State, done
+from rl_train.loop.draws import Draw, Draws, DrawsInFlight, State, done
 
 SAMPLES = 2
 
@@ -112,3 +112,26 @@ def test_a_step_that_is_taken_again_keeps_no_responses_of_before(tmp_path: Path)
     assert [file.name for file in (tmp_path / "ahead").iterdir()] == ["00000003.safetensors"]
     State(2, ()).save(tmp_path, 3, [3])
     assert list((tmp_path / "ahead").iterdir()) == []
+
+
+def test_a_checkpoint_from_before_there_were_several_sources_goes_on(tmp_path: Path) -> None:
+    """It has the place of each draw alone; its rows follow from their order."""
+    prompts = [Prompt([number], {}, number) for number in range(5)]
+    options: Any = SimpleNamespace(
+        rollouts=SimpleNamespace(staleness=2), prompts_per_step=2, steps=9, seed=1, samples=1, prompts=Path(),
+        sampling=SamplingOptions(1), data=SimpleNamespace(curriculum=None),
+    )  # fmt: skip
+    checked_run: Any = SimpleNamespace(options=options, stop_ids=(), mixture=partial(Mixture.of_rows, prompts, seed=1))
+
+    def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        return done(Batch.from_sequences([[prompt.line, 1] for prompt in of_draw], response_lengths=[1] * len(of_draw)))
+
+    engine: Any = SimpleNamespace(version=0)
+    draws, again = (Draws(checked_run, engine, ask, lambda function: function()) for _ in range(2))
+    for step in (1, 2, 3):
+        draws.take(step)
+    state = draws.state.to_json()
+    assert [len(entry) for entry in state["ahead"]] == [3, 3]
+    again.resume({"position": state["position"], "ahead": [entry[:2] for entry in state["ahead"]]}, tmp_path, 3)
+    assert json.dumps(again.state.to_json()) == json.dumps(state)
+    assert again.take(4).batch.tokens.tolist() == draws.take(4).batch.tokens.tolist()

@@ -202,13 +202,11 @@ class Mixture(Generic[R]):
         """Return the place in each source as JSON values, for a training checkpoint."""
         return {"counts": list(self._counts), "places": [list(source.place) for source in self.sources]}
 
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; ValueError for that of an earlier version of rl-train."""
+    def resume(self, state: Mapping[str, Any], taken: int) -> None:
+        """Go on from a `state`, after `taken` rows; a run that began before there were several sources has none."""
         if "places" not in state:
-            raise ValueError(
-                "the training checkpoint is of an earlier version of rl-train and has no place in each source; write "
-                "its weights by `rl-train export`, and begin a run in another folder with them as --model"
-            )
+            self.take(taken)
+            return
         self._counts = list(state["counts"])
         for source, place in zip(self.sources, state["places"], strict=True):
             source.place = list(place)

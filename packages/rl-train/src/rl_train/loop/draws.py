@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl_models import Batch
 from rl_train.data.curriculum import Curriculum
+from rl_train.data.mixture import Key
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask
@@ -115,19 +116,24 @@ class Draws:
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state (of `State.to_json`) after a step; responses that were not saved are drawn again."""
         self.position = int(state["position"])
-        self._mixture.resume(state.get("order", {}))
+        self._mixture.resume(state.get("order", {}), self.position)
         if self._curriculum is not None:
             self._curriculum.resume(state.get("rewards_of_prompts", ()))
         file = _file(training, step)
         saved = read_batches(file) if file.is_file() else {}
         self._ahead.clear()
         needed = max(0, self.checked_run.options.steps - step) * self._of_step // self._per_draw
-        for position, version, keys in state.get("ahead", [])[:needed]:
+        for position, version, *of_rows in state.get("ahead", [])[:needed]:
+            keys = of_rows[0] if of_rows else self._keys(position)
             prompts = [replace(self._mixture.get(key), key=tuple(key)) for key in keys]
             if str(position) in saved:
                 self._ahead.append(Draw(position, prompts, version, done(saved[str(position)])))
             else:
                 self._ahead.append(self._ask(position, prompts))
+
+    def _keys(self, position: int) -> Sequence[Key]:
+        """Return the keys of the rows of a draw, in a run that began before there were several sources."""
+        return [key for key, _ in self.checked_run.mixture().take(position + self._per_draw)[position:]]
 
     def take(self, step: int) -> Drawn:
         """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""

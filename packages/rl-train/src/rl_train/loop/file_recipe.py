@@ -114,7 +114,7 @@ class FileRecipe(Recipe):
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on with the next rows and the best evaluation loss."""
-        self._mixture.resume(state)
+        self._mixture.resume(state, step * self.options.batch_size)
         self._best = state.get("best")
 
     def _batch(self, examples: Sequence[Example], objective: FileObjective | None = None) -> Batch:
