@@ -46,7 +46,7 @@ def test_the_same_prompts_after_a_resume() -> None:
     assert drawn(curriculum, mixture, 23) == whole[: 5 * 23]
     resumed, rows = made()
     resumed.resume(json.loads(json.dumps(curriculum.state)))
-    rows.resume(json.loads(json.dumps(mixture.state)))
+    rows.resume(json.loads(json.dumps(mixture.state)), 0)
     assert drawn(resumed, rows, 37) == whole[5 * 23 :]
 
 
