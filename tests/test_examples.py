@@ -345,7 +345,7 @@ def test_the_three_stages_run_and_go_on(stages: Any, tmp_path: Path, monkeypatch
         result = CliRunner().invoke(app, command[3:])
         assert result.exit_code == 0, result.output
 
-    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
     rows = stages.run_stages(options, tmp_path / "model", tmp_path / "out", 0)
     assert [row["after"] for row in rows] == ["before", *stages.STAGES]
     assert all(row["seconds"] > 0 for row in rows[1:])
