@@ -230,7 +230,7 @@ def test_paths_in_the_pages_exist() -> None:
 
 @cache
 def literals() -> str:
-    """Return all sources with the parts of each string joined, and … in the place of values."""
+    """Return the text of all sources; the parts of a string are joined, and a value in a string is …."""
     text = "".join(file.read_text() for file in ROOT.glob("packages/*/src/**/*.py"))
     return re.sub(r"\{[^{}\n]*\}", "…", re.sub(r'"\s+f?"', "", text))
 

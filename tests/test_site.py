@@ -77,7 +77,7 @@ def test_the_first_command_stands_on_the_first_screen_of_a_phone(browser: Browse
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_pictures_follow_the_colours_of_the_page(browser: Browser, address: str, dark: bool, tmp_path: Path) -> None:
-    """Those of the system, and then those that the reader chooses."""
+    """The page has the colours of the system, until the reader chooses others."""
     image = pytest.importorskip("PIL.Image")
 
     def bars() -> dict[str, int]:
