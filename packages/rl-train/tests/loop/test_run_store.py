@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from ckpt.files import Store
 from rl_train.cli.commands import app
+from rl_train.cluster.machines import Machines
+from rl_train.loop.folder import check_folder
 from rl_train.loop.recipe_run import run_recipe
 from rl_train.loop.run_store import RunStore
 from rl_train.options.fields import working_copy
@@ -240,3 +242,11 @@ def test_model_rows_and_run_in_a_store_and_a_resume_on_another_machine(
     assert (last / "actor/model.safetensors").read_bytes() == (tmp_path / "whole/actor/model.safetensors").read_bytes()
     assert (last / "report.html").is_file()
     assert os.listdir(last / "training" / "actor")
+
+
+def test_several_machines_need_a_folder_that_they_share(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("here")
+    monkeypatch.setattr(Machines, "here", lambda: Machines(count=2))
+    options = SftOptions.model_validate({"model": Path("m"), "dataset": Path("d"), "out": Path(URL)})
+    with pytest.raises(ValueError, match=r"torchrun has started 2 commands, .*; give a folder that all machines share"):
+        check_folder(options)

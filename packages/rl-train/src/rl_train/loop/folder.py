@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
+from rl_train.cluster.machines import Machines
 from rl_train.data.mixture import split_sources
 from rl_train.data.sources import read_json
 from rl_train.loop.recipe import BEST
@@ -40,6 +41,11 @@ STOP = "stop"
 def check_folder(options: RunOptions) -> None:
     """Raise ValueError if the folder cannot take the results, holds other files, or contains an input."""
     if (store := RunStore.of(options.out)) is not None:
+        if (count := Machines.here().count) > 1:
+            raise ValueError(
+                f"out is a URL, and torchrun has started {count} commands, of which each would have a working copy of "
+                "its own; give a folder that all machines share"
+            )
         store.pull()
     trained = options.trained
     adapters = [] if options.lora is None else [ADAPTERS[name] for name in trained]
