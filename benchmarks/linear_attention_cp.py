@@ -1,11 +1,9 @@
-"""Recurrences over context-parallel ranks: heads by all-to-all and states handed over, beside fla-core's own form.
+"""Recurrences over context-parallel ranks: heads by all-to-all, and states handed over.
 
-    torchrun --nproc-per-node CP benchmarks/linear_attention_cp.py [--state-space] [--without-fla] [--json FILE]
+    torchrun --nproc-per-node CP benchmarks/linear_attention_cp.py [--state-space] [--json FILE]
 
 The operators, data and sizes of `linear_attention.py`, with 32768 tokens in a pack that is divided over the ranks. The
 first row is the same recurrence over the whole pack on every device: the ideal for CP ranks is its time over CP.
-`fla.ops.cp` hands states over, too; its description of a pack, for which it reads `cu_seqlens` on the host, is made
-once, outside the times. Mamba-2 is not in it.
 
 Times are medians in milliseconds of the slowest rank, forward, and forward and backward. Errors are the largest ones
 against fp64 over a pack of short sequences, of the worst rank, relative to the largest element of each tensor.
@@ -14,7 +12,6 @@ against fp64 over a pack of short sequences, of the worst rank, relative to the 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -62,25 +59,7 @@ def state_space(operator: Callable[..., Any], arguments: list[Tensor], bounds: T
     return operator(x, steps, rates, b, c, bounds, D_V=skip, **options)[0]
 
 
-class FlaContextParallel:
-    """fla-core's gated delta rule over context-parallel ranks, with its description of each pack."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.contexts = group, dict[int, Any]()
-
-    def __call__(self, arguments: list[Tensor], bounds: Tensor) -> Tensor:
-        """Return the outputs `[T/n, V, E]`."""
-        from fla.ops.cp import build_cp_context
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        if id(bounds) not in self.contexts:
-            self.contexts[id(bounds)] = bounds, build_cp_context(bounds.long(), self.group)
-        _, context = self.contexts[id(bounds)]
-        tensors = (x[None] for x in arguments)
-        return chunk_gated_delta_rule(*tensors, use_qk_l2norm_in_kernel=True, cp_context=context)[0][0]
-
-
-def forms_of(group: ProcessGroup, mamba: bool, fla: bool) -> Forms:
+def forms_of(group: ProcessGroup, mamba: bool) -> Forms:
     """Return the forms of a recurrence."""
     rule, exchanged, handed_over = (
         (state_space, ulysses_state_space, context_parallel_state_space)
@@ -91,8 +70,6 @@ def forms_of(group: ProcessGroup, mamba: bool, fla: bool) -> Forms:
     layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
     for layout in layouts:
         forms[f"states, {layout}"] = (layout, partial(rule, handed_over, group=group, layout=layout))
-    if fla:
-        forms["fla.ops.cp"] = ("contiguous", FlaContextParallel(group))
     return forms
 
 
@@ -133,7 +110,6 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state-space", action="store_true", help="Mamba-2.")
-    parser.add_argument("--without-fla", action="store_true", help="Leave fla.ops.cp out.")
     parser.add_argument("--rounds", type=int, default=10, help="Rounds that are counted.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes.")
     parser.add_argument("--json", help="Write the figures to this file.")
@@ -143,8 +119,7 @@ def main() -> None:
         raise SystemExit("start it by torchrun with at least two ranks")
     group = dist.group.WORLD
     assert group is not None
-    fla = CUDA and not args.state_space and not args.without_fla and find_spec("fla") is not None
-    forms, one_device = forms_of(group, args.state_space, fla), our_state_space if args.state_space else ours
+    forms, one_device = forms_of(group, args.state_space), our_state_space if args.state_space else ours
     if args.state_space:
         draw: Draw = partial(state_space_arguments_of, sizes=(4, 16, 2, 16) if args.tiny else (128, 64, 8, 128))
     else:

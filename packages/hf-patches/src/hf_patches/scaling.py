@@ -4,6 +4,7 @@ The transform may be factor * z or softcap * tanh(factor * z / softcap). The fus
 output embedding, so the head must apply this transform itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +55,10 @@ def measure_scaling(model: PreTrainedModel, backbone: nn.Module, head: nn.Module
     z = torch.cat([ordinary.new_tensor([_TINY, _HUGE]), ordinary])[None, None]
     hidden = _HiddenOutput((z.new_zeros(1, 1, 1),))
     returned: dict[nn.Module, Any] = {backbone: hidden, head: z}
-
-    def stand_in(module: nn.Module) -> _StandIn:
-        # Modules that hold the backbone or the head get a stand-in, too: a forward may call any of them.
-        inner = {name: child for name, child in module.named_children() if returned.keys() & set(child.modules())}
-        views = {name: stand_in(child) for name, child in inner.items()}
-        return _StandIn(module, result=returned.get(module, hidden), **views)
-
     advice = "which the fused head cannot compute; pass fused_head=False"
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        logits = type(model).forward(stand_in(model), input_ids=ids, return_dict=True).logits
+        logits = type(model).forward(_stand_in(model, returned, hidden), input_ids=ids, return_dict=True).logits
     except Exception as error:  # a model's code may refuse stand-ins with any error
         raise ValueError(
             f"{name}.forward computes more than a backbone and an output embedding ({type(error).__name__}: {error}), "
@@ -75,6 +69,13 @@ def measure_scaling(model: PreTrainedModel, backbone: nn.Module, head: nn.Module
     if not same_shape or not torch.allclose(logits.double(), _scaled(z, scaling), rtol=_TOLERANCE, atol=0):
         raise ValueError(f"{name} transforms its logits by neither a factor nor a soft-cap, {advice}")
     return scaling
+
+
+def _stand_in(module: nn.Module, returned: Mapping[nn.Module, Any], otherwise: Any) -> _StandIn:
+    """Return a stand-in of a module. A forward may call any module that holds the backbone or the head."""
+    inner = {name: child for name, child in module.named_children() if returned.keys() & set(child.modules())}
+    views = {name: _stand_in(child, returned, otherwise) for name, child in inner.items()}
+    return _StandIn(module, result=returned.get(module, otherwise), **views)
 
 
 def _fit(logits: Tensor) -> HeadScaling:

@@ -21,7 +21,8 @@ from parallel_layers.attention.context_parallel.sequence_layout import Layout, b
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
 from parallel_layers.linear_attention.convolution import short_convolution
-from parallel_layers.linear_attention.delta_rule import check_arguments
+from parallel_layers.linear_attention.delta_rule import backend_of, check_arguments
+from parallel_layers.linear_attention.fla import fla_context_parallel_delta_rule
 from parallel_layers.linear_attention.operators import (
     chunked_backward,
     chunked_gated_delta_rule,
@@ -29,6 +30,7 @@ from parallel_layers.linear_attention.operators import (
     slice_maps,
 )
 from parallel_layers.linear_attention.state_space import check_state_space, form_of
+from parallel_layers.module.autocast import autocast_off
 
 
 class Slices:
@@ -83,18 +85,20 @@ def context_parallel_delta_rule(
     layout: Layout = "contiguous",
     scale: float | None = None,
     normalize: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, None]:
-    """`gated_delta_rule` over tokens in the layout of `split_sequence`, in chunks in plain torch.
+    """`gated_delta_rule` over tokens in the layout of `split_sequence`.
 
     Forward: an all-gather of S maps `[V, D, D + E]` fp32 of each rank. Backward: an all-gather of S gradients
-    `[V, D, E]`. Neither depends on the number of tokens.
+    `[V, D, E]`, by "fla" of S maps again. Neither depends on the number of tokens. "fla" reads `cu_seqlens` on the host
+    once for each pack, as long as the tensor stays the same.
 
     Args:
         q_TKD, k_TKD, v_TVE, log_decay, beta_TV: This rank's tokens, as in `gated_delta_rule`.
         cu_seqlens: `[N+1]` int32 boundaries in the whole pack, the same on all ranks.
         group: The ranks that divide the tokens.
         layout: See `split_sequence`.
-        scale, normalize: See `gated_delta_rule`.
+        scale, normalize, backend: See `gated_delta_rule`.
 
     Returns:
         The outputs `[T/n, V, E]`, and None in place of states.
@@ -105,8 +109,13 @@ def context_parallel_delta_rule(
     check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, None, len(cu_seqlens) - 1)
     slices = Slices(cu_seqlens, len(v_TVE), group, layout)
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
-    tensors = q_TKD, k_TKD, v_TVE, log_decay, beta_TV, None
-    out: Tensor = _Recurrence.apply(*tensors, slices, group, scale, normalize, "delta")
+    tensors = q_TKD, k_TKD, v_TVE, log_decay, beta_TV
+    out: Tensor
+    if backend_of(backend, *tensors, None) == "fla":
+        with autocast_off(v_TVE):
+            out = fla_context_parallel_delta_rule(*tensors, cu_seqlens, scale, normalize, group, layout)
+    else:
+        out = _Recurrence.apply(*tensors, None, slices, group, scale, normalize, "delta")
     return out, None
 
 

@@ -63,11 +63,7 @@ def gated_delta_rule(
     check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, initial_state, len(cu_seqlens) - 1)
     check_boundaries(cu_seqlens, len(v_TVE))
     tensors = (q_TKD, k_TKD, v_TVE, log_decay, beta_TV)
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, initial_state))
-    head_dim = max(k_TKD.shape[-1], v_TVE.shape[-1])
-    name = choose_backend(
-        backend, v_TVE.device.type, v_TVE.dtype, head_dim, per_channel=log_decay.dim() == 3, gradients=gradients
-    )
+    name = backend_of(backend, *tensors, initial_state)
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale
     arguments = (initial_state, cu_seqlens, scale, normalize, output_state)
     if name == "fla" and len(v_TVE):
@@ -75,6 +71,16 @@ def gated_delta_rule(
             return fla_gated_delta_rule(*tensors, *arguments)
     out, state = chunked_gated_delta_rule(*tensors, None, *arguments, slices=0, form="delta")
     return out, state if output_state else None
+
+
+def backend_of(
+    name: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> str:
+    """Return the backend of a call; see `choose_backend`."""
+    tensors = (q, k, v, log_decay, beta, initial_state)
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    head_dim, per_channel = max(k.shape[-1], v.shape[-1]), log_decay.dim() == 3
+    return choose_backend(name, v.device.type, v.dtype, head_dim, per_channel=per_channel, gradients=gradients)
 
 
 def check_arguments(

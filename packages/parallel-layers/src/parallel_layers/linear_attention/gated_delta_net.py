@@ -53,8 +53,7 @@ class GatedDeltaNet(ParallelModule):
         context_group: Context-parallel group; None: every rank has all tokens. Sum the parameters' gradients over the
             group, as over data-parallel ranks.
         context_parallel: "ulysses" or "ring": hand the states over, in the contiguous or the zigzag layout of
-            `split_sequence`; the backend is "chunked" then. "heads": exchange tokens for heads around the recurrence
-            (contiguous layout, any backend).
+            `split_sequence`. "heads": exchange tokens for heads around the recurrence (contiguous layout).
         dtype: dtype of the parameters; `conv1d` and `decay` are at least fp32.
         device: Device of the parameters.
 

@@ -35,7 +35,7 @@ def operators_over(
     """Return `short_convolution` and `recurrence` with `options`, or their forms over a context-parallel group.
 
     "heads" exchanges tokens for heads around the recurrence. "ulysses" and "ring" hand states over in the layout of
-    attention; the delta rule has the backend "chunked" then. The convolution reads the last tokens of the slice before.
+    attention. The convolution reads the last tokens of the slice before.
     """
     if not is_sharded(group):
         return short_convolution, partial(recurrence, **options)
@@ -43,7 +43,7 @@ def operators_over(
     convolve = partial(context_parallel_convolution, group=group, layout=layout)
     if form == "heads":
         return convolve, partial(_EXCHANGED[recurrence], group=group, **options)
-    return convolve, partial(_HANDED_OVER[recurrence], group=group, layout=layout)
+    return convolve, partial(_HANDED_OVER[recurrence], group=group, layout=layout, **options)
 
 
 def ulysses_delta_rule(

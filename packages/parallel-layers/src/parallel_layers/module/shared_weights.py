@@ -16,17 +16,21 @@ def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Mod
 
     `change` is called with each module and its copy; it adds a `forward` or attributes to the copy's `__dict__`.
     """
-    views: dict[nn.Module, nn.Module] = {}
+    return cast(Model, _view(model, change, {}))
 
-    def view(module: nn.Module) -> nn.Module:
-        if module not in views:  # else a child of several modules
-            # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
-            copy = views[module] = object.__new__(type(module))
-            # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
-            copy.__dict__.update(module.__dict__)
-            children = module._modules.items()
-            copy.__dict__["_modules"] = {name: None if child is None else view(child) for name, child in children}
-            change(module, copy)
-        return views[module]
 
-    return cast(Model, view(model))
+def _view(
+    module: nn.Module, change: Callable[[nn.Module, nn.Module], None], views: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Return the view of a module. A closure that calls itself would keep it until a garbage collection."""
+    if module not in views:  # else a child of several modules
+        # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
+        copy = views[module] = object.__new__(type(module))
+        # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
+        copy.__dict__.update(module.__dict__)
+        children = module._modules.items()
+        copy.__dict__["_modules"] = {
+            name: None if child is None else _view(child, change, views) for name, child in children
+        }
+        change(module, copy)
+    return views[module]
