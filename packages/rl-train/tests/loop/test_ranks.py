@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,14 @@ def test_ranks_wait_for_each_other_as_long_as_was_asked_for(monkeypatch: pytest.
     assert given["timeout"] == datetime.timedelta(seconds=7)
 
 
-def test_ray_groups_wait_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ray_groups_have_the_timeout_and_the_dtype_of_their_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     given: dict[str, Any] = {}
 
     class Placement:
+        accelerator = "CPU"
+
         def __init__(self, *_: Any) -> None: ...
         def __enter__(self) -> Placement:
             return self
@@ -105,5 +110,7 @@ def test_ray_groups_wait_as_long_as_was_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("rl_train.cluster.placement.Placement", Placement)
     monkeypatch.setattr("rl_train.cluster.group.RayModelGroup", lambda *_, **o: given.update(o) or nullcontext())
     monkeypatch.setattr(run, "Loop", lambda *_, **how: Loop())
+    monkeypatch.setattr(run, "with_dtype", lambda engine, *_: replace(engine, dtype=torch.float32))
     run.train(checked_run(tmp_path, ray=True, collective_timeout=7))
     assert given["collective_timeout"] == 7
+    assert given["dtype"] is torch.float32

@@ -20,6 +20,8 @@ from rl_train.options.options import TrainOptions
 class Stub:
     """A placement or a group whose only rank is this process; its model cannot be used after `close`."""
 
+    accelerator = "CPU"
+
     def __init__(self, kind: Any, dims: Any, path: Any = None, **options: Any) -> None:
         self.model, self.devices = None, kind
         if path is not None:

@@ -312,6 +312,6 @@ class Engine(ABC):
         shards = self.stored()
         tensors = [{name: tensor.detach() for name, tensor in chunk.items()} for _, chunk in shards.chunks]
         ckpt.save_hf(
-            path, tensors, shards.layout, shards.places,
+            path, tensors, shards.layout, shards.places, dtype=self.options.save_dtype,
             group=self.grid.everyone, copy_from=self.companions, change=self.merging(),
         )  # fmt: skip

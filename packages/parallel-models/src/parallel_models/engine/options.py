@@ -128,6 +128,7 @@ class EngineOptions:
         base_format: The format of the frozen projections under `lora`: "fp8", with a scale for each block of 128 x 128
             (None: `dtype`). Every GEMM dequantises its weight again ("parallel" alone). Plain weights are quantized
             while they are loaded, and a checkpoint in block FP8 keeps its numbers.
+        save_dtype: The dtype of the weights that `save_pretrained` writes (None: the dtype of the parameters).
     """
 
     dtype: torch.dtype | None = None
@@ -147,6 +148,7 @@ class EngineOptions:
     lora: Lora | None = None
     base_format: Literal["fp8"] | None = None
     num_labels: int | None = None
+    save_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         require_flags(self)
@@ -161,8 +163,9 @@ class EngineOptions:
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, choices))}")
-        if self.dtype is not None and str(self.dtype) not in COMPUTED:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(COMPUTED)}")
+        for name in ("dtype", "save_dtype"):
+            if (dtype := getattr(self, name)) is not None and str(dtype) not in COMPUTED:
+                raise ValueError(f"{name}={dtype!r} must be one of {', '.join(COMPUTED)}")
         require_recompute(self.recompute)
         require_number("mtp_loss_scaling_factor", self.mtp_loss_scaling_factor, at_least=0)
         for name in ("tiled_mlp", "num_labels"):
@@ -208,3 +211,4 @@ class EngineKeywords(TypedDict, total=False):
     lora: Lora | None
     base_format: Literal["fp8"] | None
     num_labels: int | None
+    save_dtype: torch.dtype | None

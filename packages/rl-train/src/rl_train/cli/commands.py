@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Device = Annotated[str | None, typer.Option(help=DEVICE)]
-Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as stored).")]
+Dtype = Annotated[str | None, typer.Option(help="Dtype of the weights: float32 or bfloat16 (default: as for train).")]
 
 
 def _print_version(chosen: bool) -> None:

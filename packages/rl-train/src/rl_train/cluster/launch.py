@@ -40,6 +40,9 @@ from rl_train.processes.host import Call, Process
 from rl_train.processes.times import END_SECONDS, REPORT_SECONDS
 from rl_train.processes.worker import Calls
 
+# Instructions of CPUs for bfloat16, as `torch.cpu.get_capabilities` names them: two of x86, one of Arm.
+_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -83,6 +86,12 @@ class Devices:
         if self.type == "cpu":
             return torch.device("cpu")
         return torch.device(self.type, torch.accelerator.current_device_index())
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the devices multiply in bfloat16; a CPU without such instructions is several times slower in it."""
+        capabilities = torch.cpu.get_capabilities()
+        return self.type != "cpu" or any(capabilities.get(name) for name in _BFLOAT16)
 
     def join(self, device: torch.device, rank: int, world_size: int, seconds: float, **meeting: Any) -> None:
         """Join the default process group by a `store` or an `init_method`; collectives fail after `seconds`."""

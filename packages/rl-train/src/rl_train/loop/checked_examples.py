@@ -18,7 +18,7 @@ from rl_train.data.examples import Example, ExampleReader
 from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
 from rl_train.data.prompts import vocabulary_size
 from rl_train.data.sources import place
-from rl_train.loop.checked_models import check_model, check_reference, summary
+from rl_train.loop.checked_models import check_model, check_reference, summary, with_dtype
 from rl_train.loop.checked_teacher import check_tokens
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.folder import check_folder
@@ -105,6 +105,8 @@ def check_examples(
         update={name: folder and Path(checkpoint_folder(folder)) for name, folder in folders.items()}
     )
     checkpoint, objective = Checkpoint(options.model), OBJECTIVES[options.learned]
+    engine = with_dtype(options.engine, checkpoint, devices or Devices.find(options.device))
+    options = options.model_copy(update={"engine": engine})
     reader, window = _RunExamples(options), options.data.shuffle_buffer
     check_mixture(options.dataset, options.data, rows)
     sources = split_sources(options.dataset)

@@ -14,11 +14,31 @@ from parallel_layers.rotary import require_length
 from parallel_models import CacheOptions, Role
 from parallel_models.engine import longest_sequence, stored_dtype
 from rl_models import Actor, Grid
-from rl_models.backends import offered, require_optimizer, require_options, row_of
+from rl_models.backends import BackendOptions, offered, require_optimizer, require_options, row_of
+from rl_train.cluster.launch import Devices
 from rl_train.options.derived import engine_options, optimizer_options
 from rl_train.options.run_options import RunOptions
 from rl_train.planner.memory import Memory
 from rl_train.planner.plan import check_native_model
+
+
+def with_dtype(engine: BackendOptions, checkpoint: Checkpoint, devices: Devices) -> BackendOptions:
+    """Return the options with float32 for a bfloat16 checkpoint on a CPU without instructions for bfloat16.
+
+    A `dtype` that is given stays. The result is saved in the dtype of the checkpoint.
+    """
+    if engine.dtype is not None or devices.has_bfloat16 or stored_dtype(checkpoint) != torch.bfloat16:
+        return engine
+    return replace(engine, dtype=torch.float32, save_dtype=torch.bfloat16)
+
+
+def dtype_message(engine: BackendOptions, devices: Devices) -> str | None:
+    """Return a message about a dtype that `with_dtype` has chosen, or that is slow on these devices."""
+    if engine.save_dtype is not None:
+        return "dtype=float32: this CPU has no instructions for bfloat16, the dtype of the checkpoint and of the result"
+    if engine.dtype == torch.bfloat16 and not devices.has_bfloat16:
+        return "dtype=bfloat16 is slow: this CPU has no instructions for it; leave dtype out, or give float32"
+    return None
 
 
 def check_model(

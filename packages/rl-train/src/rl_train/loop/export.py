@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ckpt import Checkpoint
 from ckpt.training import latest_step, saved_steps, training_to_hf
 from parallel_layers import ParallelDims
-from parallel_models.engine import checkpoint_folder
+from parallel_models.engine import checkpoint_folder, stored_dtype
 from rl_models import Critic
 from rl_models.api import Worker
 from rl_train.cluster.launch import Devices
 from rl_train.data.sources import read_json
+from rl_train.loop.checked_models import with_dtype
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.folder import MARK
 from rl_train.loop.resume import COMMAND
@@ -68,11 +70,12 @@ def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> Saved
     options, model = saved.options, Path(checkpoint_folder(saved.options.model))
     if options.lora is None:
         step = saved.folder / f"step-{saved.step:08d}"
-        training_to_hf(step, out, copy_from=model, progress=progress)
+        dtype = None if options.engine.dtype else stored_dtype(Checkpoint(model))
+        training_to_hf(step, out, dtype=dtype, copy_from=model, progress=progress)
         return saved
-    kind, device = _kind(saved), Devices.find("cpu").current
-    arguments: dict[str, Any] = vars(engine_options(options, ParallelDims(), kind.role))
-    worker = kind.from_pretrained(model, backend=options.backend, device=device, **arguments)
+    kind, cpu = _kind(saved), Devices.find("cpu")
+    engine = with_dtype(engine_options(options, ParallelDims(), kind.role), Checkpoint(model), cpu)
+    worker = kind.from_pretrained(model, backend=options.backend, device=cpu.current, **vars(engine))
     worker.load_training(saved.folder, step=saved.step)
     worker.save_pretrained(out)
     return saved

@@ -18,6 +18,7 @@ from parallel_layers import ParallelDims
 from rl_models.api import ModelCalls, WholeBatches, Worker
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.cluster.machines import Machines
+from rl_train.loop.checked_models import dtype_message
 from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
@@ -144,6 +145,8 @@ def on_ranks(
     prepare(work.__module__, *slow_imports(options.grid))
     devices = Devices.find(options.device)
     on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
+    if message := dtype_message(options.engine, devices):
+        on_event({"message": message})
     result: dict[str, float] | None = run_on_ranks(
         _on_rank,
         options.grid.world_size,

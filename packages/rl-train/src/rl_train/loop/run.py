@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
+from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from rl_models import Actor, Critic, Policy
 from rl_models.api import WholeBatches, Worker
 from rl_models.backends import BACKENDS
+from rl_train.cluster.launch import Devices
 from rl_train.data.prompts import vocabulary_size
 from rl_train.engines.custom_engine import make_engine
 from rl_train.engines.engine_on_ranks import EngineOnRanks
@@ -29,6 +31,7 @@ from rl_train.engines.teacher_engine import ReadingProcesses, TeacherEngine
 from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.engines.vllm_server import VllmServer
+from rl_train.loop.checked_models import dtype_message, with_dtype
 from rl_train.loop.checked_run import CheckedRun, policy_kind
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
@@ -242,6 +245,13 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         on_event({"phase": "starting"})
         resources = Resources() if options.device is None else Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
+        if placement.accelerator == "CPU":
+            cpu = Devices.find("cpu")
+            update = {"engine": with_dtype(options.engine, Checkpoint(options.model), cpu)}
+            options = options.model_copy(update=update)
+            checked_run = dataclasses.replace(checked_run, options=options)
+            if message := dtype_message(options.engine, cpu):
+                on_event({"message": message})
 
         groups: list[RayModelGroup] = []
 

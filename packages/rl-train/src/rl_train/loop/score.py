@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ from rl_models.api import WholeBatches, Worker
 from rl_models.backends import BackendOptions
 from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
 from rl_train.data.sources import parse_json
+from rl_train.loop.checked_models import with_dtype
 from rl_train.planner.plan import check_native_model
 
 # Number of tokens after which the scores of a group of sequences are sent.
@@ -64,6 +65,7 @@ def score(
         ValueError: There are fewer devices than ranks, or see `check_native_model`.
     """
     devices = Devices.find(options.device)
+    options = replace(options, engine=with_dtype(options.engine, Checkpoint(options.model), devices))
     models: list[tuple[Path | None, Role]] = [(options.model, "causal_lm"), (options.critic, "value")]
     for path, role in models:
         if path is not None:

@@ -15,7 +15,7 @@ from rl_train.options.options import TrainOptions
 from rl_train.options.run_options import DEVICE
 
 # Options of training models, which a model that draws has no use for.
-_OF_TRAINING = ("lora", "base_format", "router_losses", "num_labels", "recompute", "offload_activations")
+_OF_TRAINING = ("lora", "base_format", "router_losses", "num_labels", "recompute", "offload_activations", "save_dtype")
 
 
 class GenerateOptions(Options):

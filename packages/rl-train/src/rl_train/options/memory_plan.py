@@ -53,7 +53,7 @@ class PlanOptions(Options):
             EngineOptions,
             hidden=(
                 *("sequence_parallel", "context_parallel", "router_losses", "share_prefixes", "tp_invariant"),
-                *("mtp_loss_scaling_factor", "deterministic"),
+                *("mtp_loss_scaling_factor", "deterministic", "save_dtype"),
             ),
             keep_probabilities=False,
         ),

@@ -62,7 +62,8 @@ class Nested:
             if default is dataclasses.MISSING:
                 factory: Any = entry.default_factory
                 default = ... if factory is dataclasses.MISSING else factory()
-            fields[entry.name] = (form, Field(default, description=texts.get(entry.name)))
+            text = TEXTS.get(entry.name) or texts.get(entry.name)
+            fields[entry.name] = (form, Field(default, description=text))
         # The texts are those of the fields: pydantic would look for the class in the source of every module.
         return create_model(self.kind.__name__, __config__={**CONFIG, "use_attribute_docstrings": False}, **fields)
 
@@ -81,6 +82,13 @@ FORMS: dict[str, Any] = {
     "betas": Annotated[Text, AfterValidator(parse_betas)],
     "targets": Annotated[Text, AfterValidator(lora_targets)],
     "lora": Annotated[LoraOptions | None, Nested(LoraOptions, hidden=("seed",), rank=dataclasses.MISSING)],
+}
+
+
+# Help texts of fields whose default rl-train decides.
+TEXTS = {
+    "dtype": "Dtype of the weights: float32, bfloat16, or with megatron float16 (default: as stored; on a CPU without "
+    "instructions for bfloat16, float32 in place of it).",
 }
 
 

@@ -76,7 +76,11 @@ class RunOptions(Options):
     engine: Free[
         Annotated[
             BackendOptions,
-            Nested(BackendOptions, fixed=("dtype", "lora", "base_format", "router_losses", "num_labels")),
+            Nested(
+                BackendOptions,
+                hidden=("save_dtype",),
+                fixed=("dtype", "lora", "base_format", "router_losses", "num_labels"),
+            ),
         ]
     ] = Field(default_factory=BackendOptions)
     optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
