@@ -79,5 +79,5 @@ def test_urls_also_after_pathlib_has_had_them(path: str | Path, url: str | None)
 
 
 def test_a_package_that_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match=r"nosuch://a cannot .*; for s3:// pip install 'rl-train\[remote\]'"):
+    with pytest.raises(ValueError, match=r"nosuch://a cannot .*; for s3:// pip install s3fs"):
         Store.of("nosuch://a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import threading
@@ -18,6 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ckpt.cli.foreign_text import printable, printable_warnings
+from ckpt.files.mirror import mirrored
 from ckpt.layout.place import LayerPlacement
 
 if TYPE_CHECKING:
@@ -113,6 +115,23 @@ def reports_mistakes() -> Iterator[None]:
             err=True,
         )
         raise typer.Exit(128 + number) from None
+
+
+def takes_urls(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let arguments of a command be URLs; the command gets the folders of their mirrors (`ckpt.files.mirror`)."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def on_mirrors(**arguments: Any) -> None:
+            with contextlib.ExitStack() as stack:
+                for name in names:
+                    if arguments[name] is not None:
+                        arguments[name] = stack.enter_context(mirrored(arguments[name]))
+                command(**arguments)
+
+        return on_mirrors
+
+    return decorate
 
 
 @contextlib.contextmanager

@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 
 import ckpt
-from ckpt.cli.common import Json, echo, print_json, print_table, progress_bar, reports_mistakes
+from ckpt.cli.common import Json, echo, print_json, print_table, progress_bar, reports_mistakes, takes_urls
 
 
 @reports_mistakes()
+@takes_urls("a", "b")
 def verify(
     a: Annotated[
         Path, typer.Argument(help="The reference: a Hugging Face folder, a sharded folder or a file of weights.")

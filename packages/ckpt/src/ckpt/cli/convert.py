@@ -8,10 +8,12 @@ import typer
 import ckpt
 import ckpt.training
 from ckpt.cli import common
-from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes
+from ckpt.cli.common import Json, echo, print_json, progress_bar, reports_mistakes, takes_urls
 from ckpt.layout.place import Grid
 
-Source = Annotated[Path, typer.Argument(help="A Hugging Face folder, a sharded folder or a file of weights.")]
+Source = Annotated[
+    Path, typer.Argument(help="A Hugging Face folder, a sharded folder or a file of weights, or its URL.")
+]
 Destination = Annotated[
     Path,
     typer.Argument(
@@ -24,6 +26,7 @@ Target = Annotated[
 
 
 @reports_mistakes()
+@takes_urls("source")
 def shard(
     source: Source,
     destination: Destination,
@@ -55,6 +58,7 @@ def shard(
 
 
 @reports_mistakes()
+@takes_urls("source", "copy_from", "base")
 def merge(
     source: Source,
     destination: Destination,

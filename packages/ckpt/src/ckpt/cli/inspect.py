@@ -26,7 +26,7 @@ def inspect(
         Path,
         typer.Argument(
             help="A Hugging Face folder, a sharded folder, the folder of a training run (its latest step) or of a "
-            "step, an adapter of PEFT, or a file of weights with a config.json beside it."
+            "step, an adapter of PEFT, or a file of weights with a config.json beside it; or its URL, s3://..."
         ),
     ],
     check: Annotated[
@@ -36,20 +36,22 @@ def inspect(
 ) -> None:
     """Show a checkpoint's family, size, types and tensors; reads headers and checks them against the config."""
     from ckpt.files.contents import is_adapter
+    from ckpt.files.mirror import mirrored
     from ckpt.training.saved_step import is_training
     from ckpt.transfer.sources import open_source
 
-    if is_adapter(folder):
-        _show_adapter(folder, check, json)
-        return
-    if is_training(folder):
-        facts = _describe_training(folder, check)
-    else:
-        source = open_source(folder)
-        if check:
-            source.check()
-        sizes = None if source.grid is None else dataclasses.asdict(source.grid)
-        facts = {**_describe(source, source.layout), "target": source.layout.target, "grid": sizes}
+    with mirrored(folder) as local:
+        if is_adapter(local):
+            _show_adapter(local, str(folder), check, json)
+            return
+        if is_training(local):
+            facts = _describe_training(local, check)
+        else:
+            source = open_source(local)
+            if check:
+                source.check()
+            sizes = None if source.grid is None else dataclasses.asdict(source.grid)
+            facts = {**_describe(source, source.layout), "target": source.layout.target, "grid": sizes}
     if json:
         print_json(facts)
         return
@@ -77,7 +79,7 @@ def inspect(
     print_table(str(folder), ("", ""), rows)
 
 
-def _show_adapter(folder: Path, check: bool, json: bool) -> None:
+def _show_adapter(folder: Path, title: str, check: bool, json: bool) -> None:
     """Show an adapter of PEFT: its model, the adapted layers, and the size."""
     from ckpt.files.dtypes import NAMES
     from ckpt.transfer.adapters import adapter_source
@@ -100,7 +102,7 @@ def _show_adapter(folder: Path, check: bool, json: bool) -> None:
         return
     shown = {name: value for name, value in facts.items() if value not in (None, [], False)}
     rows = [(name, ", ".join(value) if isinstance(value, list) else str(value)) for name, value in shown.items()]
-    print_table(str(folder), ("", ""), rows)
+    print_table(title, ("", ""), rows)
 
 
 def _describe(files: TensorFiles, layout: Layout, prefix: str = "") -> dict[str, Any]:

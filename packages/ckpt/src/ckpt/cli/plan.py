@@ -40,7 +40,7 @@ def plan(
         Path,
         typer.Argument(
             help="A Hugging Face folder, a sharded folder, a file of weights, or a folder with a config.json alone; "
-            "a config.json does not tell the bytes of a vision tower."
+            "a config.json does not tell the bytes of a vision tower; or its URL."
         ),
     ],
     tp: common.Tp = 1,
@@ -57,13 +57,15 @@ def plan(
     """Show the bytes of each rank and component for a grid, padding and replicas included."""
     from ckpt.files.contents import INDEX, LAYOUT, SINGLE
     from ckpt.files.dtypes import config_dtype
+    from ckpt.files.mirror import mirrored
     from ckpt.layout.config import is_weights, load_config
     from ckpt.transfer.sources import open_source
 
     grid = Grid(tp, pp, vpp, ep, etp)
-    has_weights = is_weights(folder) or any((folder / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
-    source = open_source(folder) if has_weights else None
-    layout = ckpt.layout_for(load_config(folder)) if source is None else source.layout
+    with mirrored(folder) as local:
+        has_weights = is_weights(local) or any((local / name).is_file() for name in (SINGLE, INDEX, LAYOUT))
+        source = open_source(local) if has_weights else None
+        layout = ckpt.layout_for(load_config(local)) if source is None else source.layout
     predicting = layout.predictions if source is None else layout.prediction_layers
     layout = dataclasses.replace(
         layout,

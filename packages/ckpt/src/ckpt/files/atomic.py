@@ -22,6 +22,7 @@ from pathlib import Path
 from ckpt.files.contents import entries, foreign, is_known
 from ckpt.files.disk import sync
 from ckpt.files.locks import Lock, lock_file, try_lock
+from ckpt.files.stores import Store
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -31,9 +32,11 @@ def check_target(target: Path) -> None:
     """Refuse a target that is no checkpoint, or that holds other files, which a save would delete.
 
     Raises:
-        ValueError: The target is a file, lies in a file, is a mount point, or has a file that no checkpoint
+        ValueError: The target is a URL, a file, lies in a file, is a mount point, or has a file that no checkpoint
             of its kind has (`ckpt.files.contents`). The error names the file.
     """
+    if Store.of(target) is not None:
+        raise ValueError(f"{target} is a URL; save into a folder of this machine, and upload the folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
     above = next(filter(os.path.lexists, target.parents), target)
@@ -60,8 +63,8 @@ class FolderWriter:
     """
 
     def __init__(self, target: Path) -> None:
+        check_target(target)
         self.target = Path(os.path.abspath(target))
-        check_target(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock(self.target, f"saves to {self.target}")
         try:

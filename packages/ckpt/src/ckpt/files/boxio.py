@@ -14,6 +14,7 @@ from torch import Tensor
 from ckpt.device import GPU
 from ckpt.files.dtypes import refuse_overflow
 from ckpt.files.header import TensorInfo, Transposed
+from ckpt.files.mirror import open_weights
 from ckpt.files.quantized import Quantized
 from ckpt.layout.pieces import Box, Shape, exchanged, extents, relative, split_box
 
@@ -135,7 +136,7 @@ def read_box(fd: int, info: TensorInfo, box: Box, destination: Tensor, staging: 
 
 
 def _read_quantized(fd: int, info: Quantized, box: Box, destination: Tensor, staging: Staging, name: str) -> None:
-    with open(info.scale_file, "rb", buffering=0) as scales:
+    with open_weights(info.scale_file) as scales:
         for chunk in info.parts(box, STAGING_BYTES // torch.float32.itemsize):
             view = part_of(destination, chunk, box)
             stored_box, scale_box = info.stored_boxes(chunk)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt.files.contents import refuse_pointer
 from ckpt.files.header import Header, TensorInfo
+from ckpt.files.mirror import fetch
 
 
 def read_pickled(path: Path) -> Header:
@@ -25,6 +26,7 @@ def read_pickled(path: Path) -> Header:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
+        fetch(path)
         modified_ns = path.stat().st_mtime_ns
         with open(path, "rb") as file:
             refuse_pointer(path, file.read(32))

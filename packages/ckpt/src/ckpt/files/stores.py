@@ -39,7 +39,7 @@ class Store(NamedTuple):
         try:
             return cls(url, *fsspec.core.url_to_fs(url))
         except (ImportError, ValueError) as error:
-            raise ValueError(f"{url} cannot be opened: {error}; for s3:// pip install 'rl-train[remote]'") from None
+            raise ValueError(f"{url} cannot be opened: {error}; for s3:// pip install s3fs") from None
 
     @property
     def version(self) -> list[str]:

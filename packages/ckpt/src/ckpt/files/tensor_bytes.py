@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckpt.files.disk import sync
 from ckpt.files.header import Header, TensorInfo
+from ckpt.files.mirror import open_weights
 
 # Small enough for the processor's cache: the checksum then reads from the cache.
 _CHUNK_BYTES = 1 << 20
@@ -15,7 +16,7 @@ _THREADS = 4
 
 def _chunks(path: Path, info: TensorInfo) -> Iterator[bytes]:
     """Yield the bytes of one tensor of a file, all chunks but the last of one length."""
-    with open(path, "rb") as file:
+    with open_weights(path) as file:
         file.seek(info.offset)
         left = info.nbytes
         while left:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ckpt.files.disk import sync
 from ckpt.files.header import TensorInfo
+from ckpt.files.mirror import open_weights
 from ckpt.layout.pieces import Box, Shape, extents
 
 METADATA = ".metadata"
@@ -126,7 +127,7 @@ class ChunkReader:
             ValueError: The file is missing or damaged, or holds something else than the index says.
         """
         try:
-            with open(chunk.path, "rb") as file:
+            with open_weights(chunk.path) as file:
                 archive = _Section(file, chunk.offset, chunk.length)
                 with zipfile.ZipFile(cast(BinaryIO, archive)) as entries:
                     by_name = {entry.filename.partition("/")[2]: entry for entry in entries.infolist()}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ckpt.files.block_fp8 import BLOCK, SCALE, is_quantized, quantize
 from ckpt.files.boxio import Staging, part_of, read_box, view_of
+from ckpt.files.mirror import open_weights
 from ckpt.files.quantized import Quantized
 from ckpt.layout.model_layout import Layout
 from ckpt.layout.pieces import Block, Box, extents, shared
@@ -89,7 +90,7 @@ class Float8Read(Read):
             first = [start * side for (start, _), side in zip(of_scales, whole, strict=True)]
             read_box(fd, self.info.stored, stored, self.destination, staging, name)
             scales = torch.empty(extents(of_scales), device=device)
-            with open(self.info.scale_file, "rb", buffering=0) as file:
+            with open_weights(self.info.scale_file) as file:
                 read_box(file.fileno(), self.info.scale, of_scales, scales, staging, name)
         else:
             whole = (BLOCK, BLOCK)

@@ -19,6 +19,7 @@ from ckpt.files.contents import ADAPTER, CONFIG, LAYOUT, is_adapter
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import check_cast, is_finite, non_finite
 from ckpt.files.header import TensorInfo
+from ckpt.files.mirror import open_weights, release
 from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, copy_companions, create_files, plan_files, write_companions, write_json
 from ckpt.layout.adapters import Change
@@ -288,10 +289,12 @@ def _write(
                 for path, group in itertools.groupby(copies, key=lambda item: item[0]):
                     if path in unchecked:
                         check_recorded({path: unchecked.pop(path)})
-                    with open(path, "rb", buffering=0) as opened:
+                    with open_weights(path) as opened:
                         for _, info, copy, name in group:
                             file, to = plan.tensors[name]
                             move(opened.fileno(), info, files[file], to, copy, name)
+                    if len(parts) == 1:
+                        release(path)
                 check_recorded(unchecked)
                 unchecked.clear()
                 for name in quantized:

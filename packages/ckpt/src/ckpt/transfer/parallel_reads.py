@@ -14,6 +14,7 @@ from torch import Tensor
 from ckpt.device import GPU, gpu
 from ckpt.files.boxio import Staging, part_of, read_box
 from ckpt.files.header import TensorInfo
+from ckpt.files.mirror import open_weights
 from ckpt.layout.pieces import Box, volume
 
 # The bytes that a thread reads at a time: large enough that opening the file costs little.
@@ -61,7 +62,7 @@ def read_all(reads: Iterable[Read], *, threads: int = 4) -> None:
         if not hasattr(local, "staging"):
             local.staging = Staging()
         try:
-            with open(batch[0].path, "rb", buffering=0) as file, torch.inference_mode(inference):
+            with open_weights(batch[0].path) as file, torch.inference_mode(inference):
                 for read in batch:
                     device = read.destination.device
                     with gpu.stream(streams[device]) if device in streams else contextlib.nullcontext():
