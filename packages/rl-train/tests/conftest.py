@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -127,3 +128,17 @@ def in_process() -> Callable[[Callable[..., Any]], Any]:
         return SimpleNamespace(score=score)
 
     return make
+
+
+@pytest.fixture
+def upload() -> Iterator[Callable[[Path, str], None]]:
+    """Copy a folder of this machine to a URL `memory://...`; the store is emptied at the end."""
+    files = fsspec.filesystem("memory")
+
+    def put(folder: Path, url: str) -> None:
+        for file in folder.rglob("*"):
+            if file.is_file():
+                files.put_file(str(file), f"{url}/{file.relative_to(folder)}")
+
+    yield put
+    files.store.clear()

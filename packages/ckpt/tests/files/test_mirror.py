@@ -142,7 +142,7 @@ def test_errors_name_the_url(source: Path, tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     assert "memory://nothing cannot be read: FileNotFoundError" in run("inspect", "memory://nothing").output
     files.pipe_file("/notes/a.txt", b"")
-    assert "none of its 1 files belongs to a checkpoint" in run("inspect", "memory://notes").output
+    assert "none of its 1 files is one of a checkpoint or a run" in run("inspect", "memory://notes").output
     files.pipe_file("/out/step-1/../../config.json", b"")
     assert "leads out of its folder" in run("inspect", "memory://out").output
     files.rm_file("/models/one/config.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ def test_an_evaluation_draws_and_scores_every_response(model: Path, prompts: Pat
     refused = call("generate", model, "--prompts", prompts, "--out", prompts)
     assert refused.exit_code == 2
     assert "an input; choose another file" in refused.output
+
+
+def test_a_model_and_prompts_at_urls(
+    model: Path, prompts: Path, tmp_path: Path, upload: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    upload(model, "memory://bucket/model")
+    upload(prompts.parent, "memory://bucket")
+    local = call("generate", model, "--prompts", prompts)
+    assert local.exit_code == 0, local.output
+    result = call("generate", "memory://bucket/model", "--prompts", f"memory://bucket/{prompts.name}")
+    assert result.stdout == local.stdout, result.output
 
 
 @pytest.mark.slow

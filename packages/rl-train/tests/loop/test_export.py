@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rl_models import Actor, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_train.cli.commands import app
 from rl_train.loop.checked_examples import check_examples
-from rl_train.loop.export import find_step
+from rl_train.loop.export import open_step
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.file_recipe import FileRecipe
 from rl_train.loop.folder import write_options
@@ -44,7 +45,11 @@ def trained(kind: type[FileOptions], model: Path, out: Path, **options: Any) -> 
     ("kind", "options"), [(DpoOptions, {}), (DpoOptions, {"lora_rank": 2}), (RewardModelOptions, {})]
 )
 def test_the_last_step_is_the_result_of_the_run(
-    kind: type[FileOptions], options: dict[str, Any], model: Path, tmp_path: Path
+    kind: type[FileOptions],
+    options: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    upload: Callable[[Path, str], None],
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     trained(kind, model, run, **options)
@@ -60,6 +65,14 @@ def test_the_last_step_is_the_result_of_the_run(
     assert first.exit_code == 0, first.output
     others = load_file(tmp_path / "first" / "model.safetensors")
     assert any(not torch.equal(others[key], weight) for key, weight in expected.items())
+    upload(run, "memory://bucket/run")
+    for inside, step in ((f"training/{name}", 2), ("training/step-00000001", 1)):
+        copy = tmp_path / f"of {step}"
+        result = CliRunner().invoke(app, ["export", f"memory://bucket/run/{inside}", str(copy)])
+        assert f"wrote step {step} of memory:/bucket/run/training/{name}" in result.output.replace("\n", "")
+        assert (copy / "model.safetensors").read_bytes() == (
+            (out if step == 2 else tmp_path / "first") / "model.safetensors"
+        ).read_bytes()
     missing = CliRunner().invoke(app, ["export", str(run / "training" / name / "step-00000009"), str(out)])
     assert missing.exit_code == 2
     assert "has no checkpoint step-00000009; its steps are [1, 2]" in missing.output
@@ -82,7 +95,11 @@ def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> Non
     step.mkdir(parents=True)
     (step / "state.json").write_text(json.dumps({}))
     (step.parent / "latest").write_text("step-00000003\n")
-    saved = find_step(tmp_path / "run" / "training" / "critic")
-    assert (saved.options, saved.step) == (options, 3)
-    with pytest.raises(ValueError, match=r"is in no run, a folder with options\.json; give the --out of a run"):
-        find_step(tmp_path / "elsewhere")
+    with open_step(tmp_path / "run" / "training" / "critic") as saved:
+        assert (saved.options, saved.step) == (options, 3)
+    for elsewhere in (tmp_path / "elsewhere", Path("memory://elsewhere")):
+        with (
+            pytest.raises(ValueError, match=r"is in no run, a folder with options\.json; give the --out of a run"),
+            open_step(elsewhere),
+        ):
+            pass

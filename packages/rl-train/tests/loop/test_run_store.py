@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from typer.testing import CliRunner
 
+from ckpt.cli import app as ckpt_app
 from ckpt.files import Store
 from rl_train.cli.commands import app
 from rl_train.cluster.machines import Machines
@@ -242,6 +243,12 @@ def test_model_rows_and_run_in_a_store_and_a_resume_on_another_machine(
     assert (last / "actor/model.safetensors").read_bytes() == (tmp_path / "whole/actor/model.safetensors").read_bytes()
     assert (last / "report.html").is_file()
     assert os.listdir(last / "training" / "actor")
+    out = tmp_path / "out"
+    for program, arguments in ((app, ["report", f"{bucket}/run"]), (app, ["export", f"{bucket}/run", str(out)]),
+                               (ckpt_app, ["verify", f"{bucket}/run/actor", str(out)])):  # fmt: skip
+        result = CliRunner().invoke(program, arguments)
+        assert result.exit_code == 0, result.output
+    assert b"<title>" in place.files.cat_file(f"{place.path}/run/report.html")
 
 
 def test_several_machines_need_a_folder_that_they_share(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

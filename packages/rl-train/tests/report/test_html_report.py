@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
@@ -95,6 +97,24 @@ def test_without_matplotlib_the_page_alone_is_written(run: Path, monkeypatch: py
     assert (result.exit_code, result.stdout.strip()) == (0, str(run / "report.html"))
     assert result.stderr == "curves are drawn as PNGs where matplotlib is installed: pip install 'matplotlib>=3.9'\n"
     assert not (run / "curves").exists()
+
+
+def test_a_run_at_a_url_has_the_same_page_there(run: Path, upload: Callable[[Path, str], None]) -> None:
+    files = fsspec.filesystem("memory")
+    upload(run, "memory://bucket/run")
+    files.pipe_file("/bucket/run/training/actor/step-00000001/rank-0.safetensors", b"not read")
+    result = CliRunner().invoke(app, ["report", "memory://bucket/run"])
+    assert (result.exit_code, result.stdout) == (0, "memory:/bucket/run/report.html\n"), result.output
+    assert files.cat_file("/bucket/run/report.html") == write_page(run).read_bytes()
+    for url, error in (
+        ("memory://none", "cannot be read: FileNotFoundError"),
+        ("memory://bucket", "none of its 6 files"),
+    ):
+        assert error in CliRunner().invoke(app, ["report", url]).output
+    page = run.parent / "page.html"
+    result = CliRunner().invoke(app, ["compare", "memory://bucket/run", str(run), "--out", str(page)])
+    assert result.exit_code == 0, result.output
+    assert [one["name"] for one in content(page)["runs"]] == ["memory:/bucket/run", str(run)]
 
 
 def test_a_long_run_is_thinned_evenly(run: Path) -> None:

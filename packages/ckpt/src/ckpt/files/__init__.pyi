@@ -18,5 +18,6 @@ from ckpt.files.disk import REFUSALS as REFUSALS, replacing as replacing, room_f
 from ckpt.files.dtypes import config_dtype as config_dtype
 from ckpt.files.header import Transposed as Transposed, read_header as read_header
 from ckpt.files.locks import Lock as Lock, lock_file as lock_file
+from ckpt.files.mirror import mirrored as mirrored
 from ckpt.files.stores import Store as Store
 from ckpt.files.tensor_bytes import same_bytes as same_bytes, sync_and_sum as sync_and_sum

@@ -111,7 +111,7 @@ def mirrored(path: str | os.PathLike[str], includes: Callable[[str], bool] = _of
                 objects = store.files.find(top, maxdepth=1 if is_file else None)
                 names = [name for name in (entry.removeprefix(f"{top}/") for entry in objects) if includes(name)]
                 if not names:
-                    raise FileNotFoundError(f"none of its {len(objects)} files belongs to a checkpoint")
+                    raise FileNotFoundError(f"none of its {len(objects)} files is one of a checkpoint or a run")
                 folder = Path(temporary) / PurePosixPath(top).name
                 files = [folder / name for name in names]
                 with ThreadPoolExecutor(_THREADS) as pool:

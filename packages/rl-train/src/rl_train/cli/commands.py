@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ckpt.cli import printable
+from ckpt.files import Store
 from rl_train.cli.draw import add_draws
 from rl_train.cli.launch import add_launch
 from rl_train.cli.mistakes import mistakes_as_messages
@@ -207,7 +208,10 @@ _EXPORT = ("rl-train export RUN OUT", "rl-train export RUN/training/actor/step-0
 @app.command("export", epilog=examples(*_EXPORT))
 def export(
     step: Annotated[
-        Path, typer.Argument(help="Run, its training/MODEL, or a step in it (default: the newest step of the policy).")
+        Path,
+        typer.Argument(
+            help="Run, its training/MODEL, or a step in it, or its URL (default: the newest step of the policy)."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="Folder for the Hugging Face checkpoint.")],
 ) -> None:
@@ -223,15 +227,17 @@ def export(
 
 
 @app.command("report", epilog=examples("rl-train report RUN"))
-def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of train.")]) -> None:
+def report(out: Annotated[Path, typer.Argument(help="Folder or URL of a run, the --out of train.")]) -> None:
     """Write report.html of a run, also while it runs: curves, samples, options and versions.
 
-    Where matplotlib is installed, the curves are written as curves/*.png, too.
+    Where matplotlib is installed, the curves are written as curves/*.png, too; not at a URL.
     """
     with mistakes_as_messages():
         from rl_train.report.html_report import missing_plots, write_curves, write_page
 
         typer.echo(printable(write_page(out)))
+        if Store.of(out) is not None:
+            return
         advice = missing_plots()
         if advice is None:
             write_curves(out)
@@ -241,7 +247,7 @@ def report(out: Annotated[Path, typer.Argument(help="Folder of a run, the --out 
 
 @app.command("compare", epilog=examples("rl-train compare RUN RUN2", "rl-train compare runs/* --out runs.html"))
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, the --out of train; two or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders or URLs of runs, the --out of train; two or more.")],
     out: Annotated[Path, typer.Option(help="File for the page.")] = Path("compare.html"),
 ) -> None:
     """Compare runs, also while they run: curves, options that differ, samples of the same prompts, seconds by phase.

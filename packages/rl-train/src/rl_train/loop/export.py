@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpt import Checkpoint
+from ckpt.files import Store, mirrored
 from ckpt.training import latest_step, saved_steps, training_to_hf
 from parallel_layers import ParallelDims
 from parallel_models.engine import checkpoint_folder, stored_dtype
@@ -26,36 +28,52 @@ from rl_train.options.run_options import RunOptions
 
 
 class SavedModel(NamedTuple):
-    """A training checkpoint of a model: the options of its run, the folder of its checkpoints, and the step."""
+    """A training checkpoint of a model: the options of its run, the folder of its checkpoints, and the step.
+
+    `files` is the folder on this machine, also where `folder` is at a URL.
+    """
 
     options: RunOptions
     folder: Path
+    files: Path
     step: int
 
 
-def find_step(path: Path) -> SavedModel:
-    """Return the training checkpoint that a path names.
+@contextmanager
+def open_step(path: Path) -> Iterator[SavedModel]:
+    """Yield the training checkpoint that a path names.
 
     Args:
         path: `RUN`, `RUN/training/MODEL`, or a step in it, `RUN/training/MODEL/step-00000020`; without a step the
-            newest one, and without a model the policy's, or the reward model's.
+            newest one, and without a model the policy's, or the reward model's. `RUN` may be a URL.
 
     Raises:
         ValueError: The path is no run's, or there is no such checkpoint; names those that there are.
     """
-    run = next((folder for folder in (path, *path.absolute().parents) if (folder / MARK).is_file()), None)
+    absolute = path if Store.of(path) else path.absolute()
+    run = next((folder for folder in (path, *absolute.parents) if _is_run(folder)), None)
     if run is None:
         raise ValueError(f"{path} is in no run, a folder with {MARK}; give the --out of a run, or a step in it")
-    values = read_json(run / MARK)
-    kind = FILE_RECIPES.get(str(values.get(COMMAND)), TrainOptions)
-    options = kind(**{name: values[name] for name in kind.names() if values.get(name) is not None})
-    inside = path.absolute().relative_to(run.absolute()).parts
-    names = [part for part in inside if part != "training" and not part.startswith("step-")] or options.trained[:1]
-    folder, step = run / "training" / names[0], re.fullmatch(r"step-(\d+)", inside[-1] if inside else "")
-    number = latest_step(folder) if step is None else int(step[1])
-    if number not in saved_steps(folder):
-        raise ValueError(f"{folder} has no checkpoint {path.name}; its steps are {saved_steps(folder)}")
-    return SavedModel(options, folder, number)
+    with mirrored(run, lambda name: name == MARK or name.startswith("training/")) as local:
+        values = read_json(local / MARK)
+        kind = FILE_RECIPES.get(str(values.get(COMMAND)), TrainOptions)
+        options = kind(**{name: values[name] for name in kind.names() if values.get(name) is not None})
+        inside = path.absolute().relative_to(run.absolute()).parts
+        names = [part for part in inside if part != "training" and not part.startswith("step-")] or options.trained[:1]
+        folder, step = Path("training", names[0]), re.fullmatch(r"step-(\d+)", inside[-1] if inside else "")
+        number, steps = latest_step(local / folder) if step is None else int(step[1]), saved_steps(local / folder)
+        if number not in steps:
+            raise ValueError(f"{run / folder} has no checkpoint {path.name}; its steps are {steps}")
+        yield SavedModel(options, run / folder, local / folder, number)
+
+
+def _is_run(folder: Path) -> bool:
+    if (store := Store.of(folder / MARK)) is None:
+        return (folder / MARK).is_file()
+    try:
+        return bool(store.files.exists(store.path))
+    except Exception as error:  # each store has errors of its own
+        raise ValueError(f"{store.url} cannot be read: {error!r:.300}") from None
 
 
 def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> SavedModel:
@@ -64,21 +82,21 @@ def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> Saved
     Without adapters the weights are copied through a bounded buffer. With adapters the model is loaded on the CPU.
 
     Raises:
-        ValueError: As for `find_step`; or `out` holds something else than a checkpoint.
+        ValueError: As for `open_step`; or `out` holds something else than a checkpoint.
     """
-    saved = find_step(path)
-    options, model = saved.options, Path(checkpoint_folder(saved.options.model))
-    if options.lora is None:
-        step = saved.folder / f"step-{saved.step:08d}"
-        dtype = None if options.engine.dtype else stored_dtype(Checkpoint(model))
-        training_to_hf(step, out, dtype=dtype, copy_from=model, progress=progress)
+    with open_step(path) as saved:
+        options, model = saved.options, Path(checkpoint_folder(saved.options.model))
+        if options.lora is None:
+            step = saved.files / f"step-{saved.step:08d}"
+            dtype = None if options.engine.dtype else stored_dtype(Checkpoint(model))
+            training_to_hf(step, out, dtype=dtype, copy_from=model, progress=progress)
+            return saved
+        kind, cpu = _kind(saved), Devices.find("cpu")
+        engine = with_dtype(engine_options(options, ParallelDims(), kind.role), Checkpoint(model), cpu)
+        worker = kind.from_pretrained(model, backend=options.backend, device=cpu.current, **vars(engine))
+        worker.load_training(saved.files, step=saved.step)
+        worker.save_pretrained(out)
         return saved
-    kind, cpu = _kind(saved), Devices.find("cpu")
-    engine = with_dtype(engine_options(options, ParallelDims(), kind.role), Checkpoint(model), cpu)
-    worker = kind.from_pretrained(model, backend=options.backend, device=cpu.current, **vars(engine))
-    worker.load_training(saved.folder, step=saved.step)
-    worker.save_pretrained(out)
-    return saved
 
 
 def _kind(saved: SavedModel) -> type[Worker]:

@@ -7,8 +7,6 @@ import math
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from ckpt.cli import printable
-from ckpt.files import replacing, room_for
+from ckpt.files import Store, mirrored, replacing, room_for
 from rl_train.data.sources import read_json
-from rl_train.report.lines import read_lines, replace_text
+from rl_train.report.lines import LINES, read_lines, replace_text
 from rl_train.report.page_samples import evenly_spaced, samples_of_run
 from rl_train.report.signs import warned
 
@@ -70,52 +68,34 @@ def versions() -> dict[str, str]:
     return installed
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """The files of a run, which may still be running.
+    """What the files of a run say, which may still be running.
+
+    Args:
+        folder: The folder of the run, or its URL.
+
+    Attributes:
+        folder: The folder of the run.
+        options, metrics, samples, versions: What the files of these names hold.
+        profile: The table of the traced step; empty without one.
+        tiles: The numbers that sum the run up.
 
     Raises:
         ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
     """
 
-    folder: Path
-
-    def __post_init__(self) -> None:
-        if not (self.folder / "options.json").is_file():
-            raise ValueError(f"{self.folder} holds no run: it has no options.json; give the --out of rl-train train")
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Return the options of the run."""
-        options: dict[str, Any] = read_json(self.folder / "options.json")
-        return {name: value for name, value in options.items() if name != "inputs"}
-
-    @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics."""
-        return read_lines(self.folder / "metrics.jsonl")
-
-    @cached_property
-    def samples(self) -> list[dict[str, Any]]:
-        """Return the lines of samples."""
-        return read_lines(self.folder / "samples.jsonl")
-
-    @cached_property
-    def versions(self) -> dict[str, str]:
-        """Return the versions of the packages of the run."""
-        file = self.folder / VERSIONS
-        return read_json(file) if file.is_file() else {}
-
-    @property
-    def profile(self) -> str:
-        """Return the table of the traced step; empty without one."""
-        file = self.folder / PROFILE
-        return file.read_text(encoding="utf-8") if file.is_file() else ""
-
-    @cached_property
-    def tiles(self) -> dict[str, str]:
-        """Return the numbers that sum the run up."""
-        return _tiles(self.options, self.metrics)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with mirrored(folder, lambda name: name in ("options.json", VERSIONS, PROFILE, *LINES)) as local:
+            if not (local / "options.json").is_file():
+                raise ValueError(f"{folder} holds no run: it has no options.json; give the --out of rl-train train")
+            options: dict[str, Any] = read_json(local / "options.json")
+            self.options = {name: value for name, value in options.items() if name != "inputs"}
+            self.metrics, self.samples = (read_lines(local / name) for name in LINES)
+            versions_file, profile_file = local / VERSIONS, local / PROFILE
+            self.versions: dict[str, str] = read_json(versions_file) if versions_file.is_file() else {}
+            self.profile = profile_file.read_text(encoding="utf-8") if profile_file.is_file() else ""
+        self.tiles = _tiles(self.options, self.metrics)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -133,7 +113,7 @@ class RunFiles:
 
 
 def write_page(folder: Path) -> Path:
-    """Write `report.html` from the files of a run, which may still be running, and return its path.
+    """Write `report.html` from the files of a run, which may still be running, beside them, and return its path.
 
     Raises:
         ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
@@ -144,10 +124,17 @@ def write_page(folder: Path) -> Path:
 
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a page with this content."""
+    """Write a page with this content to a path or a URL."""
     # Inside a script element, only "<" could end the element or begin a comment.
     text = json.dumps(_readable(content)).replace("<", "\\u003c")
-    replace_text(path, page_template().replace("RUN", text, 1))
+    page = page_template().replace("RUN", text, 1)
+    if (store := Store.of(path)) is None:
+        replace_text(path, page)
+        return
+    try:
+        store.files.pipe_file(store.path, page.encode())
+    except Exception as error:  # each store has errors of its own
+        raise ValueError(f"{store.url} cannot be written: {error!r:.300}") from None
 
 
 def page_template() -> str:
