@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from rollouts import write_model
 # Of a step, in its metrics as seconds_*.
 PHASES = ("generating", "scoring", "estimating", "learning", "syncing_weights")
 REWARD = "import random\n\ndef reward(prompt, response, row):\n    return random.random()\n"
+
+
+class _Counted(Exception):
+    """The counted steps are done."""
 
 
 def write_run(folder: Path, work: Path, shape: dict[str, Any], prompt: int) -> None:
@@ -34,18 +38,20 @@ def write_run(folder: Path, work: Path, shape: dict[str, Any], prompt: int) -> N
 def run_steps(
     folder: Path, work: Path, name: str, *, warm_up: int, rounds: int, options: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Train in the folder `name` of `work`, and return the metrics of the counted steps, and each GPU's idle %."""
+    """Train in the folder `name` of `work`, and return the metrics of the counted steps, and each GPU's idle %.
+
+    The run is longer, because in its last steps nothing is drawn any more, and ends after the counted steps.
+    """
     from rl_train.loop import check_run, train
     from rl_train.options import TrainOptions
 
-    # In the last steps of a run nothing is drawn any more.
-    last = warm_up + rounds + options.get("staleness", 0)
+    last = warm_up + rounds
     resolved = TrainOptions(
         model=folder,
         prompts=work / "prompts.jsonl",
         reward="random_rewards:reward",
         out=work / name,
-        steps=last,
+        steps=last + options.get("staleness", 0),
         save_every=0,
         show_every=0,
         device="cuda" if CUDA else "cpu",
@@ -56,13 +62,15 @@ def run_steps(
     def follow(event: Mapping[str, Any]) -> None:
         if "step" in event and "reward" in event:
             ends[event["step"]] = time.time()
+            if event["step"] == last:
+                raise _Counted
 
-    with busy_shares() as shares:
+    with busy_shares() as shares, suppress(_Counted):
         train(check_run(resolved), follow)
     lines = (work / name / "metrics.jsonl").read_text().splitlines()
     gpus = range(torch.cuda.device_count())
-    idle = [100 - mean_share(shares, gpu, ends[warm_up], ends[warm_up + rounds]) for gpu in gpus]
-    return [json.loads(line) for line in lines[warm_up : warm_up + rounds]], idle
+    idle = [100 - mean_share(shares, gpu, ends[warm_up], ends[last]) for gpu in gpus]
+    return [json.loads(line) for line in lines[warm_up:last]], idle
 
 
 @contextmanager
