@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -56,14 +57,6 @@ def _teacher(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions
     return {"advantages": torch.where(batch.mask, batch.fields.get("reference_log_probs", old) - old, 0)}
 
 
-def _group_relative(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
-    return _compared(batch, scores, groups, losses.grpo_advantages)
-
-
-def _group_centred(batch: Batch, scores: Tensor, groups: Tensor, options: TrainOptions) -> Mapping[str, Tensor]:
-    return _compared(batch, scores, groups, partial(losses.grpo_advantages, scale=False))
-
-
 def _accepted(batch: Batch) -> Tensor:
     """Say for each response whether any of its tokens has an importance weight, `[N]`."""
     weights = batch.fields.get("importance_weights")
@@ -83,10 +76,15 @@ def _compared(
     return {"advantages": torch.where(batch.mask, advantages[ids][batch.sequence_ids], 0)}
 
 
+def _by_scores(compare: Callable[[Tensor, Tensor], Tensor]) -> Estimate:
+    """Return an estimate that compares the scores of each group alone."""
+    return lambda batch, scores, groups, options: _compared(batch, scores, groups, compare)
+
+
 ADVANTAGES: dict[str, Estimate] = {
     "gae": _gae,
-    "group-centred": _group_centred,
-    "group-relative": _group_relative,
+    "group-centred": _by_scores(partial(losses.grpo_advantages, scale=False)),
+    "group-relative": _by_scores(losses.grpo_advantages),
     "leave-one-out": _leave_one_out,
     "returns": _returns,
     "teacher": _teacher,
@@ -127,40 +125,39 @@ def advantages(options: TrainOptions, batch: Batch, scores: Tensor, groups: Tens
 Loss = Callable[[LossInputs, TrainOptions], LossTerms | Tensor]
 
 
+def _compared_policies(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the leading arguments of all losses that compare the policy with the one that drew the tokens."""
+    return inputs.log_probs, inputs["old_log_probs"], inputs["advantages"]
+
+
+class _Clip(TypedDict):
+    clip_low: float
+    clip_high: float
+
+
+def _clip(options: TrainOptions) -> _Clip:
+    return {"clip_low": options.objective.clip_low, "clip_high": options.objective.clip_high}
+
+
 def _ppo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
-    return losses.ppo_clip(
-        inputs.log_probs,
-        inputs["old_log_probs"],
-        inputs["advantages"],
-        clip_low=options.objective.clip_low,
-        clip_high=options.objective.clip_high,
-        dual_clip=options.objective.dual_clip,
-    )
+    return losses.ppo_clip(*_compared_policies(inputs), **_clip(options), dual_clip=options.objective.dual_clip)
 
 
 def _gspo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
-    return losses.gspo_clip(
-        inputs.log_probs,
-        inputs["old_log_probs"],
-        inputs["advantages"],
-        inputs.batch.mask,
-        inputs.batch.lengths,
-        clip_low=options.objective.clip_low,
-        clip_high=options.objective.clip_high,
-    )
+    batch = inputs.batch
+    return losses.gspo_clip(*_compared_policies(inputs), batch.mask, batch.lengths, **_clip(options))
 
 
 def _cispo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
-    low, high = options.objective.clip_low, options.objective.clip_high
-    return losses.cispo(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"], clip_low=low, clip_high=high)
+    return losses.cispo(*_compared_policies(inputs), **_clip(options))
 
 
 def _sapo(inputs: LossInputs, options: TrainOptions) -> LossTerms:
-    return losses.sapo(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"])
+    return losses.sapo(*_compared_policies(inputs))
 
 
 def _dro(inputs: LossInputs, options: TrainOptions) -> LossTerms:
-    return losses.dro(inputs.log_probs, inputs["old_log_probs"], inputs["advantages"], beta=options.objective.dro_beta)
+    return losses.dro(*_compared_policies(inputs), beta=options.objective.dro_beta)
 
 
 LOSSES: dict[str, Loss] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "dro": _dro}
