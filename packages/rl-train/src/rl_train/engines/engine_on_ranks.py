@@ -310,11 +310,9 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Say whether the responses are complete, or cannot be without a call on all ranks."""
-        ...
 
     def version(self) -> int | None:
         """Return the oldest version of the weights that draws the responses; None before the first token."""
-        ...
 
 
 class BatchFuture(Future[Batch]):

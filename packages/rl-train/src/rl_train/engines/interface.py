@@ -47,7 +47,6 @@ class RolloutEngine(Protocol):
             ValueError: A prompt or an option is wrong, or logits are not finite.
             RuntimeError: The last weight sync failed.
         """
-        ...
 
     def generate_async(
         self, prompts: Sequence[Tensor | Sequence[int]] | Batch, sampling: SamplingOptions
@@ -58,7 +57,6 @@ class RolloutEngine(Protocol):
         responses come from the weights of this moment. An engine that has lost them may draw with the weights that the
         actor has when `result` is called; then `future.drawn_anew` is True.
         """
-        ...
 
     def update_weights(self, actor: Policy, version: int) -> None:
         """Take the weights of an actor, of this version; all its ranks call the method.
@@ -68,11 +66,9 @@ class RolloutEngine(Protocol):
         Raises:
             RuntimeError: The weight sync failed; the engine refuses to generate until one succeeds.
         """
-        ...
 
     def close(self) -> None:
         """End the engine and its processes."""
-        ...
 
 
 class Request(NamedTuple):
@@ -128,26 +124,21 @@ class LocalEngine(Protocol):
 
         The function raises WeightsLostError if the requests must be repeated after a new weight sync.
         """
-        ...
 
     def load(self, named_tensors: NamedTensors) -> None:
         """Take all tensors of a weight sync, whole and under their Hugging Face names.
 
         A tensor's memory is valid until the next tensor is taken: clone a tensor to keep it.
         """
-        ...
 
     def sleep(self) -> None:
         """Give back the device's memory; no effect on an engine that sleeps."""
-        ...
 
     def wake(self) -> None:
         """Take the device's memory again; no effect on an engine that is awake."""
-        ...
 
     def close(self) -> None:
         """End the engine."""
-        ...
 
 
 class Step(NamedTuple):
@@ -162,19 +153,15 @@ class StreamingEngine(LocalEngine, Protocol):
 
     def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
         """Begin to draw the responses to a request, in the next steps."""
-        ...
 
     def step(self) -> Step:
         """Draw some tokens; after an error no key is left."""
-        ...
 
     def cancel(self, key: int) -> None:
         """Draw no more for a key; no effect where its responses are complete."""
-        ...
 
     def expect(self, version: int) -> None:
         """Take the version of the weights that `load` brings next."""
-        ...
 
 
 class ShardedEngine(LocalEngine, Protocol):
@@ -182,11 +169,9 @@ class ShardedEngine(LocalEngine, Protocol):
 
     def shards(self) -> list[TargetShards]:
         """Return the shards of each receiver, in the order of `WorkerEngine.receivers`."""
-        ...
 
     def fill(self, fill: Callable[[Sequence[Mapping[str, Tensor]]], None]) -> None:
         """Have a function write the parameters of this process, by local name for each chunk."""
-        ...
 
 
 class WorkerEngine(LocalEngine, Protocol):
@@ -194,7 +179,6 @@ class WorkerEngine(LocalEngine, Protocol):
 
     def receivers(self) -> list[tuple[str, str]]:
         """Return the id of each worker's device (`device_id`) and the key of its receiver; empty: `load` takes them."""
-        ...
 
     def receive(self, messages: Sequence[WeightMessage]) -> None:
         """Have each worker take a weight sync, whose messages are in the order of `receivers`.
@@ -202,7 +186,6 @@ class WorkerEngine(LocalEngine, Protocol):
         Raises:
             Exception: The first error of a worker that has a cause of its own.
         """
-        ...
 
 
 class ReadingEngine(Protocol):
@@ -210,8 +193,6 @@ class ReadingEngine(Protocol):
 
     def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
         """Return the log-probs of each sequence's tokens, and of the `top_k` likeliest tokens at their places."""
-        ...
 
     def close(self) -> None:
         """End the engine."""
-        ...

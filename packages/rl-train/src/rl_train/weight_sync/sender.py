@@ -35,7 +35,6 @@ class EngineHandle(Protocol):
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """Call "ready", "shards" or "load" without waiting; see `rl_train.engines.process`."""
-        ...
 
 
 class WorkersOf:
