@@ -108,6 +108,12 @@ def test_messages_are_a_text_or_messages_with_roles() -> None:
     assert "are not JSON" in str(plain_messages([{"role": "user", "content": {1}}])[1])
 
 
+def test_a_parameter_of_a_tool_may_have_any_name() -> None:
+    arguments = {"limit": 1, "function": 2, "file": 3, "self": 4}
+    call = worker._Host(Environment)._call
+    assert asyncio.run(call(20.0, lambda **given: given, **arguments)) == (arguments, None)
+
+
 def said(environments: Environments, sample: int, *calls: str, last: bool = False) -> Turn:
     """Return the answer to a response with these calls."""
     raw = "".join(f"<tool_call>{call}</tool_call>" for call in calls)

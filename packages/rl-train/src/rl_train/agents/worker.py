@@ -18,11 +18,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rl_train.agents.container import Container
-from rl_train.environments.worker import answer_all, in_thread
-from rl_train.processes.child import forks_leave
+from rl_train.environments.worker import answer_all, called
 from rl_train.processes.errors import cut
 from rl_train.processes.worker import Calls, Pipe
-from rl_train.rewards.worker import checked, load, raised
+from rl_train.rewards.worker import checked, load
 
 # Characters of what a command has written to its standard error, in an error.
 _MOST_SHOWN = 500
@@ -80,18 +79,9 @@ class _Host:
         return Ended(error=f"took longer than --agents.timeout, {run.limit:g} s")
 
     async def _called(self, run: Run) -> Ended:
-        try:
-            with forks_leave():
-                if inspect.iscoroutinefunction(self._function):
-                    value = await self._function(run.base_url, run.row)
-                else:
-                    value, error = await in_thread(self._function, run.base_url, run.row)
-                    if error is not None:
-                        raise error
-        except BaseException as error:
-            return Ended(error=raised(error, self._file))
+        value, error = await called(self._file, self._function, run.base_url, run.row)
         if value is None:
-            return Ended()
+            return Ended(error=error)
         outcome = checked(value)
         return Ended(outcome.reward, outcome.error)
 

@@ -178,31 +178,35 @@ class _Host:
         return {"role": "tool", "name": encodable(call.name), "content": cut(text, _MOST_RESULT)}, error is not None
 
     async def _call(
-        self, limit: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, limit: float, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, str | None]:
         """Return the result of a function or its error; functions that are not `async` run in a thread."""
         async with self._slots:
-            call = asyncio.create_task(self._called(function, *args, **kwargs))
+            call = asyncio.create_task(called(self._file, function, *args, **kwargs))
             done, _ = await asyncio.wait({call}, timeout=limit)
         if not done:
             call.cancel()  # not awaited: the function may catch this
             return None, late(limit)
         return call.result()
 
-    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
-        try:
-            with forks_leave():
-                if inspect.iscoroutinefunction(function):
-                    return await function(*args, **kwargs), None
-                value, error = await in_thread(function, *args, **kwargs)
-                if error is not None:
-                    raise error
-                return await value if inspect.isawaitable(value) else value, None
-        except BaseException as error:
-            return None, raised(error, self._file)
+
+async def called(
+    file: str | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> tuple[Any, str | None]:
+    """Return the result of a function of the user's `file`, or its error; one that is not `async` runs in a thread."""
+    try:
+        with forks_leave():
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs), None
+            value, error = await _in_thread(function, *args, **kwargs)
+            if error is not None:
+                raise error
+            return await value if inspect.isawaitable(value) else value, None
+    except BaseException as error:
+        return None, raised(error, file)
 
 
-def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+def _in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
     """Return a future of (result, exception) of a function.
 
     Each call has its own thread; a thread that hangs is abandoned.
