@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Condition
-from typing import Any, Protocol
+from typing import Protocol
 
 from parallel_models import SamplingOptions
 from rl_train.engines.in_flight import Drawing, InFlightPool
@@ -24,24 +24,37 @@ class EngineService(Protocol):
         ...
 
 
+class PoolFuture(Future[Response]):
+    """A future of one response by an `InFlightPool`.
+
+    Attributes:
+        request, sampling: The request.
+        drawing: The request at an engine; None before it has begun.
+    """
+
+    def __init__(self, request: Request, sampling: SamplingOptions) -> None:
+        super().__init__()
+        self.request, self.sampling = request, sampling
+        self.drawing: Drawing | None = None
+
+
 class PoolService:
     """An `EngineService` of an `InFlightPool`: requests join the running batch of an engine between two looks.
 
     Weights may change meanwhile; each token has the version of the weights that drew it. The request of a lost engine
     is drawn by another engine. Without an engine that has weights, requests wait until `resume`, after a weight sync.
-
     """
 
     def __init__(self, pool: InFlightPool) -> None:
-        self._pool, self._waiting = pool, list[Callable[[], None]]()
+        self._pool, self._waiting = pool, list[PoolFuture]()
         self._changed = Condition()
         # Requests begin and end in one thread: an engine may answer before `begin` of the pool has returned.
         self._thread = ThreadPoolExecutor(1, "gateway")
 
-    def submit(self, request: Request, sampling: SamplingOptions) -> Future[Response]:
+    def submit(self, request: Request, sampling: SamplingOptions) -> PoolFuture:
         """See `EngineService`."""
-        future: Future[Response] = Future()
-        self._run(future, self._begin, request, sampling)
+        future = PoolFuture(request, sampling)
+        self._run(self._begin, future)
         return future
 
     @property
@@ -70,53 +83,41 @@ class PoolService:
 
     def _resume(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for begin in waiting:
-            begin()
+        for future in waiting:
+            self._run(self._begin, future)
 
-    def _run(self, future: Future[Response], step: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, step: Callable[[PoolFuture], None], future: PoolFuture) -> None:
         """Run a step of a request in the service's thread; its error is the future's."""
 
         def run() -> None:
             try:
-                step(future, *arguments)
+                step(future)
+            except WeightsLostError:
+                self._waiting.append(future)
+                self.notify()
             except BaseException as error:
                 finish(future, error=error)
 
         self._thread.submit(run)
 
-    def _begin(self, future: Future[Response], request: Request, sampling: SamplingOptions) -> None:
+    def _begin(self, future: PoolFuture) -> None:
         if future.cancelled():
             return
-        drawings = list[Drawing]()
-        on_done = partial(self._run, future, self._look, drawings, request, sampling)
-        try:
-            drawings.append(self._pool.begin([request], sampling, on_done))
-        except WeightsLostError:
-            self._wait(future, request, sampling)
-            return
-        future.add_done_callback(partial(self._ended, drawings))
+        on_done = partial(self._run, self._look, future)
+        future.drawing = self._pool.begin([future.request], future.sampling, on_done)
+        future.add_done_callback(partial(self._ended, future.drawing))
 
-    def _look(
-        self, future: Future[Response], drawings: list[Drawing], request: Request, sampling: SamplingOptions
-    ) -> None:
+    def _look(self, future: PoolFuture) -> None:
         """Take a response that is complete; the request of a lost engine goes to another one, or waits."""
-        if future.done() or not drawings[0].done():
+        if future.done() or future.drawing is None or not future.drawing.done():
             return
-        try:
-            ((response,),) = drawings[0]()
-        except WeightsLostError:
-            self._wait(future, request, sampling)
-            return
+        ((response,),) = future.drawing()
         finish(future, response)
 
-    def _ended(self, drawings: list[Drawing], future: Future[Response]) -> None:
+    def _ended(self, drawing: Drawing, future: Future[Response]) -> None:
         """End the request of a future that its caller has cancelled."""
         if future.cancelled():
-            self._thread.submit(drawings[0].cancel)
-
-    def _wait(self, future: Future[Response], request: Request, sampling: SamplingOptions) -> None:
-        self._waiting.append(partial(self._run, future, self._begin, request, sampling))
-        self.notify()
+            self._thread.submit(drawing.cancel)
 
 
 def finish(future: Future[Response], response: Response | None = None, error: BaseException | None = None) -> None:
