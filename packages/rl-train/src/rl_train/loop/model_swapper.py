@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rl_models.api import ModelCalls
@@ -21,29 +23,30 @@ class ModelSwapper:
     def add(self, model: ModelCalls) -> ModelCalls:
         """Offload an actor or a critic, and return calls that bring the model to the devices first."""
         model.offload()
-        return _SwappedModel(self, model)
+        return AnnouncedCalls(model, partial(self._begin, model))
 
-    def begin(self, model: ModelCalls, *, optimizer: bool) -> None:
-        """Offload the model that works, and bring `model` to the devices, on request with its optimizer state."""
+    def _begin(self, model: ModelCalls, method: str, _: tuple[Any, ...]) -> None:
+        """Bring a model to the devices if one of its methods needs them, in place of the model that works."""
+        declared = methods_of(model.worker_class).get(method)
+        if declared is None or declared.needs == "nothing":
+            return
         if self._working is not model:
             if self._working is not None:
                 self._working.offload()
             self._working, self._has_optimizer = model, False
             model.onload(optimizer=False)
-        if optimizer and not self._has_optimizer:
+        if declared.needs == "optimizer" and not self._has_optimizer:
             model.onload(weights=False)
             self._has_optimizer = True
 
 
-class _SwappedModel(ModelCalls):
-    """The calls of a model that is offloaded until one of its methods is called."""
+class AnnouncedCalls(ModelCalls):
+    """The calls of a model; before each one, `announce` is called with the method and its positional arguments."""
 
-    def __init__(self, swapper: ModelSwapper, model: ModelCalls) -> None:
-        self._swapper, self._model, self.worker_class, self.grid = swapper, model, model.worker_class, model.grid
+    def __init__(self, model: ModelCalls, announce: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._model, self._announce, self.worker_class, self.grid = model, announce, model.worker_class, model.grid
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Bring the model to the devices if the method needs them, and call it."""
-        declared = methods_of(self.worker_class).get(method)
-        if declared is not None and declared.needs != "nothing":
-            self._swapper.begin(self._model, optimizer=declared.needs == "optimizer")
+        """Announce a call, and call the model."""
+        self._announce(method, args)
         return self._model.call(method, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from parallel_models.engine import stored_dtype
 from rl_models import Batch
 from rl_models.api import ModelCalls
 from rl_train.cluster.launch import Devices
+from rl_train.loop.model_swapper import AnnouncedCalls
 from rl_train.options.run_options import RunOptions
 from rl_train.planner.flops import ModelFlops, peak_flops
 
@@ -49,7 +51,13 @@ class Throughput:
             self.peak = None
             return model
         self._policy = self._policy or flops
-        return _CountedModel(model, flops, self._flops)
+        return AnnouncedCalls(model, partial(self._count, flops))
+
+    def _count(self, flops: ModelFlops, method: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(batch := args[0], Batch):
+            updates = method in _UPDATES
+            count = flops.update if updates else flops.forward
+            self._flops["updates" if updates else "forwards"] += count(batch.lengths)  # type: ignore[assignment]
 
     def begin(self) -> None:
         """Begin a step."""
@@ -72,19 +80,3 @@ class Throughput:
         rates["mfu"] = step / (values["seconds"] * self.devices * self.peak)
         learning = seconds.get("seconds_learning", 0.0) * self.ranks * self.peak
         return rates | ({"mfu_learning": self._flops["updates"] / learning} if learning else {})
-
-
-class _CountedModel(ModelCalls):
-    """The calls of a model, whose FLOPs are added to a counter."""
-
-    def __init__(self, model: ModelCalls, flops: ModelFlops, counter: Counter[str]) -> None:
-        self._model, self._flops, self._counter = model, flops, counter
-        self.worker_class, self.grid = model.worker_class, model.grid
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        if args and isinstance(batch := args[0], Batch):
-            updates = method in _UPDATES
-            count = self._flops.update if updates else self._flops.forward
-            self._counter["updates" if updates else "forwards"] += count(batch.lengths)  # type: ignore[assignment]
-        return self._model.call(method, *args, **kwargs)
