@@ -75,14 +75,15 @@ class NativeRanks:
             self._own = meeting.join(make, 0)
             for other in self._others:
                 other.ready()
-            self._receivers: list[tuple[str, str]] = self._of_each("receiver")
+            self._receivers: list[tuple[str, str]] = self._call("receiver")
         except BaseException:
             self._end_others()
             raise
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`."""
-        return self._all("begin", lambda: self._own.begin(requests, sampling), requests, sampling)
+        answer: Callable[[], Responses] = self._call("begin", requests, sampling)[0]
+        return answer
 
     def load(self, named_tensors: NamedTensors) -> None:
         """See `LocalEngine`."""
@@ -99,32 +100,32 @@ class NativeRanks:
 
     def shards(self) -> list[TargetShards]:
         """See `ShardedEngine`."""
-        return [each for shards in self._of_each("shards") for each in shards]
+        return [each for shards in self._call("shards") for each in shards]
 
     def add(self, key: int, request: Request, sampling: SamplingOptions) -> None:
         """See `StreamingEngine`."""
-        self._all("add", lambda: self._own.add(key, request, sampling), key, request, sampling)
+        self._call("add", key, request, sampling)
 
     def step(self) -> Step:
         """See `StreamingEngine`."""
-        step: Step = self._all("step", self._own.step)
+        step: Step = self._call("step")[0]
         return step
 
     def cancel(self, key: int) -> None:
         """See `StreamingEngine`."""
-        self._all("cancel", lambda: self._own.cancel(key), key)
+        self._call("cancel", key)
 
     def expect(self, version: int) -> None:
         """See `StreamingEngine`."""
-        self._all("expect", lambda: self._own.expect(version), version)
+        self._call("expect", version)
 
     def sleep(self) -> None:
         """See `LocalEngine`."""
-        self._all("sleep", self._own.sleep)
+        self._call("sleep")
 
     def wake(self) -> None:
         """See `LocalEngine`."""
-        self._all("wake", self._own.wake)
+        self._call("wake")
 
     def close(self) -> None:
         """See `LocalEngine`."""
@@ -137,13 +138,10 @@ class NativeRanks:
         for other in self._others:
             other.close()
 
-    def _all(self, method: str, own: Callable[[], Any], *arguments: Any) -> Any:
-        """Call a method on every rank; return this rank's result, or raise the first error."""
-        return _results([other.submit(method, *arguments) for other in self._others], own)[0]
-
-    def _of_each(self, method: str) -> list[Any]:
-        """Return the result of a method of each rank."""
-        return _results([other.submit(method) for other in self._others], getattr(self._own, method))
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every rank; return the result of each rank, or raise the first error."""
+        calls = [other.submit(method, *arguments) for other in self._others]
+        return _results(calls, partial(getattr(self._own, method), *arguments))
 
     def _watch(self) -> None:
         """End this process when another rank is lost."""
