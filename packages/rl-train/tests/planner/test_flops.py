@@ -123,7 +123,7 @@ def test_a_mixture_of_a_published_size_has_its_active_weights() -> None:
         "tie_word_embeddings": False, "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }  # fmt: skip
-    flops = ModelFlops.from_config(ModelConfig.from_hf(config))
+    flops = ModelFlops.of(ModelConfig.from_hf(config))
     assert flops.weights + 151936 * 2048 == pytest.approx(3.35e9, rel=0.01)
 
 

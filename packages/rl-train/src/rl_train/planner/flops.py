@@ -74,30 +74,23 @@ class ModelFlops:
     adapters: int | None = None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, role: Role = "causal_lm", lora: Any = None) -> ModelFlops:
-        """Count the model of a checkpoint, of which the config is read.
+    def of(cls, source: Checkpoint | ModelConfig, role: Role = "causal_lm", lora: Any = None) -> ModelFlops:
+        """Count a model by its config.
 
         Args:
-            checkpoint: The checkpoint.
+            source: The config, or the checkpoint that has it.
             role: A key of `rl_models.backends.OUTPUTS`.
             lora: The options or the folder of adapters; None: all weights are trained.
 
         Raises:
             ValueError: The family is unknown.
         """
-        model = model_config(checkpoint)
-        return cls.from_config(model, role, lora, str(checkpoint.path))
-
-    @classmethod
-    def from_config(
-        cls, model: ModelConfig, role: Role = "causal_lm", lora: Any = None, source: str = ""
-    ) -> ModelFlops:
-        """Count the model of a config; see `of`."""
+        model = model_config(source) if isinstance(source, Checkpoint) else source
         layout = ckpt.layout_for(model.hf, target="parallel", role=role)
         layers = [model.layer(number) for number in range(model.num_layers)]
         adapters = None
         if lora is not None:
-            shapes = describe(lora, layout, source).layout.canonical
+            shapes = describe(lora, layout, str(source)).layout.canonical
             shares = {name: layout.active_share if ".experts." in name else 1 for name in shapes}
             sizes = {name: torch.Size(tensor.shape).numel() for name, tensor in shapes.items()}
             adapters = int(sum(shares[name] * size for name, size in sizes.items()))

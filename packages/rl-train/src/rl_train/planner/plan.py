@@ -125,7 +125,5 @@ def check_native_model(
     planned = plan_memory(checkpoint, memory, role=role, trained=True)
     layout = ckpt.layout_for(checkpoint, target="parallel", role=role)
     require_predictions(layout, options)
-    if cache is not None:
-        require_drafts(cache.drafts, layout.prediction_layers, dims.pp, images=bool(layout.family.tower))
     open_source(checkpoint, layout)
     return planned
