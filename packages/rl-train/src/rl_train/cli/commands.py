@@ -21,7 +21,7 @@ from rl_train.cli.draw import add_draws
 from rl_train.cli.launch import add_launch
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, add_recipes, examples
-from rl_train.options.command import OptionsCommand, given, takes_options
+from rl_train.options.command import OptionsCommand, takes_options
 from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.resolve import resolve
@@ -149,7 +149,7 @@ def plan(**arguments: Any) -> None:
         from rl_train.planner.models import plan_models
         from rl_train.planner.tables import memory_tables
 
-        asked = resolve(PlanOptions, None, given(arguments))
+        asked = resolve(PlanOptions, None, arguments)
         ranks = asked.ranks
         grid = ParallelDims.parse(asked.dims) if asked.dims or ranks is None else ParallelDims(dp=ranks)
         if asked.rollouts.cache_gib is not None and asked.longest is None:

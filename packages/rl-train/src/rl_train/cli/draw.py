@@ -15,7 +15,7 @@ from rich.console import Console
 from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import examples
-from rl_train.options.command import OptionsCommand, given, takes_options
+from rl_train.options.command import OptionsCommand, takes_options
 from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
 from rl_train.options.resolve import resolve
 
@@ -37,7 +37,7 @@ def add_draws(app: typer.Typer) -> None:
 def generate(**arguments: Any) -> None:
     """Draw responses to prompts, as JSON lines; without --prompts, chat with the model on the terminal."""
     with mistakes_as_messages(lambda: "the same command starts again"):
-        options = resolve(GenerateOptions, None, given(arguments))
+        options = resolve(GenerateOptions, None, arguments)
         if options.prompts is not None:
             _draw(options)
             return
@@ -53,7 +53,7 @@ def evaluate(**arguments: Any) -> None:
     """Score responses to prompts: the mean reward, pass@k and maj@k, with the engines and rewards of train."""
     as_json = arguments.pop("as_json")
     with mistakes_as_messages(lambda: "the same command starts again"):
-        values = _draw(resolve(EvaluateOptions, None, given(arguments)))
+        values = _draw(resolve(EvaluateOptions, None, arguments))
         if as_json:
             typer.echo(json.dumps(values))
         else:

@@ -15,7 +15,6 @@ from parallel_layers.device import GPU
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, examples, functions_of
 from rl_train.cluster.slurm import SlurmJob
-from rl_train.options.command import given
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import RunOptions
 
@@ -91,7 +90,7 @@ def _checked(name: str, arguments: dict[str, Any], nodes: int, gpus_per_node: in
     config, switches = arguments.pop("config"), [arguments.pop("dry_run"), arguments.pop("as_json")]
     if any(switches):
         raise ValueError("launch slurm checks the run itself, and a job shows no JSON; leave --dry-run and --json out")
-    options: Any = resolve(RECIPES[name], config, given(arguments))
+    options: Any = resolve(RECIPES[name], config, arguments)
     from rl_train.cluster.launch import Devices  # imports torch, which takes seconds
     from rl_train.cluster.machines import Machines
     from rl_train.loop.folder import check_unlocked

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from rl_train.cli.mistakes import mistakes_as_messages
-from rl_train.options.command import PANELS, OptionsCommand, given, takes_options
+from rl_train.options.command import PANELS, OptionsCommand, takes_options
 from rl_train.options.file_options import DistillOptions, DpoOptions, FileOptions, RewardModelOptions, SftOptions
 from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
@@ -107,7 +107,7 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
     with mistakes_as_messages(after), ExitStack() as stack:
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the rows", err=True)
-        options = resolve(kind, config, given(arguments))
+        options = resolve(kind, config, arguments)
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.cluster.machines import Machines
         from rl_train.loop.folder import check_unlocked, steps_done

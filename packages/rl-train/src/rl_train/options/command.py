@@ -117,11 +117,6 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the command by the whole names of the options."""
-    return {name.replace("__", "."): value for name, value in arguments.items()}
-
-
 def _negated(flag: str) -> str:
     group, dot, last = flag.removeprefix("--").rpartition(".")
     return f"--{group}{dot}no-{last}"

@@ -19,6 +19,8 @@ Kind = TypeVar("Kind", bound=Options)
 def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -> Kind:
     """Return the options of a YAML or TOML file and of the command line, which wins; see `Options` for their names.
 
+    In the names of `arguments`, the parameters of a command, `__` stands for a dot.
+
     Raises:
         ValueError: A name is unknown (the error names the nearest one), a value has the wrong type or is out of range,
             or something required is missing; names every such option and where it was given.
@@ -27,7 +29,8 @@ def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     sources = [] if file is None else [(str(file), read_table(file))]
-    for source, entries in (*sources, ("the command line", arguments)):
+    by_name = {name.replace("__", "."): value for name, value in arguments.items()}
+    for source, entries in (*sources, ("the command line", by_name)):
         keys: dict[str, Any] = {}
         for key, name, value in flattened(entries, known, kind.groups()):
             if name not in known:
