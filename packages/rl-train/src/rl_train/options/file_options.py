@@ -15,7 +15,7 @@ from rl_train.options.algorithms import DivergenceName
 from rl_train.options.fields import CONFIG, Count, Folder, Fraction, Free, NotNegative, Number, Positive, Sources
 from rl_train.options.groups import ExampleOptions
 from rl_train.options.nested import Nested
-from rl_train.options.run_options import STEP_OF_OPTIMIZER, RunOptions
+from rl_train.options.run_options import STEP_OF_OPTIMIZER, Optimizer, RunOptions
 
 
 class HeldOutOptions(BaseModel):
@@ -40,6 +40,12 @@ class FileOptions(RunOptions):
     """Number of rows in a step, which is one optimizer step."""
     epochs: Free[Positive | None] = None
     """Number of passes over the rows, in place of --steps."""
+    # A recipe that learns from good answers takes larger steps than one that learns from scores.
+    optimizer: Free[
+        Annotated[
+            OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER), learning_rate=1e-5)
+        ]
+    ] = Field(default_factory=lambda: OptimizerOptions(learning_rate=1e-5))
     data: ExampleOptions = Field(default_factory=ExampleOptions)
     evaluation: HeldOutOptions = Field(default_factory=HeldOutOptions)
 
@@ -73,18 +79,10 @@ class FileOptions(RunOptions):
         return None
 
 
-# A recipe that learns from good answers takes larger steps than one that learns from scores.
-_SFT_OPTIMIZER = Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER), learning_rate=1e-5)
-
-
 class SftOptions(FileOptions):
     """The options of `rl-train sft`."""
 
     command: ClassVar[str] = "sft"
-
-    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
-        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
-    )
 
 
 class DpoOptions(FileOptions):
@@ -106,6 +104,7 @@ class DpoOptions(FileOptions):
     """Weight of undesirable completions (kto)."""
     reference: Folder | None = None
     """Checkpoint folder of the reference (default: the policy before it learns; with adapters, without them)."""
+    optimizer: Optimizer = Field(default_factory=OptimizerOptions)
 
     @property
     def learned(self) -> str:
@@ -125,9 +124,6 @@ class RewardModelOptions(FileOptions):
 
     rows: Literal["pairs", "labels", "steps"] = "pairs"
     """Rows: pairs (chosen, rejected), labels of whole texts (label), or labels of steps (completions, labels)."""
-    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
-        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
-    )
 
     @property
     def learned(self) -> str:
@@ -153,9 +149,6 @@ class DistillOptions(FileOptions):
     """Share in the mixture of --divergence jensen_shannon (the teacher's) and of the skewed KLs."""
     temperature: Positive = 1.0
     """Temperature of both models; their logits are divided by it."""
-    optimizer: Free[Annotated[OptimizerOptions, _SFT_OPTIMIZER]] = Field(
-        default_factory=lambda: OptimizerOptions(learning_rate=1e-5)
-    )
 
     @property
     def reference_folder(self) -> Path | None:

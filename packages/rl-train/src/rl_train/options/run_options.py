@@ -28,6 +28,9 @@ LONGEST_TIMEOUT = 365 * 24 * 3600  # one year in seconds: torch counts nanosecon
 # Options of the optimizer that need no memory.
 STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "momentum")
 
+# The optimizer of a run, whose options that need no memory stay when it is resumed.
+Optimizer = Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]]
+
 
 class RunOptions(Options):
     """The options of a run of any recipe; the text below an option is its help text.
@@ -83,9 +86,7 @@ class RunOptions(Options):
             ),
         ]
     ] = Field(default_factory=BackendOptions)
-    optimizer: Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]] = (
-        Field(default_factory=OptimizerOptions)
-    )
+    optimizer: Optimizer = Field(default_factory=OptimizerOptions)
 
     @classmethod
     def filled(cls, values: dict[str, Any]) -> dict[str, Any]:
