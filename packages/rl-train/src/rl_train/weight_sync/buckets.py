@@ -19,15 +19,16 @@ from ckpt import AdapterLayout, Canonical, Checkpoint
 from ckpt.files import BLOCK, SCALE, is_quantized, quantization_config, scales_shape, stacked_experts
 from ckpt.transfer import adapter_shapes
 from parallel_layers.device import on_gpu
-from rl_models.calls import checksum as checksum_on_device
+from rl_models.calls import checksum
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 BUCKET_BYTES = 64 << 20
 # A GPU copies this number of bytes to another one in about a millisecond, in which the host prepares the next bucket.
 _GPU_BUCKET_BYTES = 256 << 20
-# Each tensor of a bucket begins at a multiple of this number of bytes, as views of any dtype need.
-_ALIGNMENT = 16
+# Each tensor of a bucket, and each box of a round, begins at a multiple of this number of bytes, as views of any dtype
+# need; a checksum takes as many.
+ALIGNMENT = 16
 
 
 def expected_tensors(model: str | Path | Checkpoint) -> dict[str, Canonical]:
@@ -119,11 +120,6 @@ def complete(named_tensors: Iterable[tuple[str, Tensor]], expected: dict[str, Ca
         raise ValueError(f"the stream ended without {', '.join(missing[:3])} ({len(missing)} tensors in all)")
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return an exact checksum of the bits, computed on the tensor's device."""
-    return int(checksum_on_device(tensor))
-
-
 class BucketEntry(NamedTuple):
     """A tensor of a bucket, or a part of one: `length` elements from the index `first` on.
 
@@ -177,24 +173,24 @@ def in_buckets(
         check: Send a checksum of each tensor.
     """
     ring = torch.empty(2, 0, dtype=torch.uint8)
-    room = _ALIGNMENT if check else 0
+    room = ALIGNMENT if check else 0
     entries: BucketPlan = []
     size = half = 0
     for name, tensor in named_tensors:
         if not size:
-            size = _aligned(max(most_bytes or default_bucket_bytes(on_gpu(tensor)), 2 * _ALIGNMENT))
+            size = aligned(max(most_bytes or default_bucket_bytes(on_gpu(tensor)), 2 * ALIGNMENT))
             ring = torch.empty(2, size, dtype=torch.uint8, device=tensor.device)
         values, length = tensor.detach().reshape(-1), (size - room) // tensor.element_size()
         for first in range(0, max(1, len(values)), length):
             part = values[first : first + length]
-            begin = _aligned(entries[-1].end if entries else 0) + room
+            begin = aligned(entries[-1].end if entries else 0) + room
             if entries and begin + part.nbytes > size:
                 yield Bucket(entries, ring, half)
                 entries, half, begin = [], 1 - half, room
             entries.append(BucketEntry(name, tensor.dtype, tensor.shape, begin, first, len(part), check))
             _values(entries[-1], ring[half]).copy_(part)
             if check:
-                _checksum(entries[-1], ring[half]).copy_(checksum_on_device(part))
+                _checksum(entries[-1], ring[half]).copy_(checksum(part))
     if entries:
         yield Bucket(entries, ring, half)
 
@@ -209,7 +205,7 @@ def unpack(buckets: Iterable[Bucket]) -> NamedTensors:
     for bucket in buckets:
         for entry in bucket.entries:
             values, size = _values(entry, bucket.data), entry.shape.numel()
-            if entry.checked and int(_checksum(entry, bucket.data)) != checksum(values):
+            if entry.checked and int(_checksum(entry, bucket.data)) != int(checksum(values)):
                 raise ValueError(f"{entry.name} arrived with other bits than were sent: its checksum differs")
             if entry.length < size:
                 if entry.first == 0:
@@ -221,8 +217,9 @@ def unpack(buckets: Iterable[Bucket]) -> NamedTensors:
                 whole = torch.empty(0)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned(size: int) -> int:
+    """Return the bytes of a tensor or a box with what lies behind it, up to the next one."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _values(entry: BucketEntry, data: Tensor) -> Tensor:
@@ -232,4 +229,4 @@ def _values(entry: BucketEntry, data: Tensor) -> Tensor:
 
 def _checksum(entry: BucketEntry, data: Tensor) -> Tensor:
     """Return the checksum of an entry in the bytes of its bucket."""
-    return data[entry.begin - _ALIGNMENT : entry.begin - _ALIGNMENT // 2].view(torch.int64)[0]
+    return data[entry.begin - ALIGNMENT : entry.begin - ALIGNMENT // 2].view(torch.int64)[0]

@@ -18,7 +18,8 @@ from torch import Tensor
 from ckpt.transfer import ShardCopy
 from parallel_layers.device import on_gpu
 from rl_models.calls import checksum
-from rl_train.weight_sync.shard_exchange import Round, ShardPlan, aligned, by_peer, carry_rounds, device_of
+from rl_train.weight_sync.buckets import aligned
+from rl_train.weight_sync.shard_exchange import Round, ShardPlan, by_peer, carry_rounds, device_of
 from rl_train.weight_sync.transport import Broken, Peer
 
 # Floats of equal bits are equal: a NaN, and zeros of both signs.

@@ -11,10 +11,10 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from parallel_layers.device import GPU, gpu
+from parallel_layers.device import gpu
 from rl_train.weight_sync.buckets import Bucket, BucketPlan, unpack
 from rl_train.weight_sync.changed_values import receive_changes
-from rl_train.weight_sync.shard_exchange import ShardPlan, exchange_shards
+from rl_train.weight_sync.shard_exchange import ShardPlan, device_of, exchange_shards
 from rl_train.weight_sync.transport import Peer, WeightMessage
 
 
@@ -105,8 +105,8 @@ def _broadcast(peer: Peer, plan: list[BucketPlan]) -> Iterator[Bucket]:
     """Yield buckets that the sender broadcasts; the next one arrives while a bucket is read."""
     if not plan:
         return
-    device = GPU if peer.rendezvous.backend == "nccl" else "cpu"
-    ring = torch.empty(min(2, len(plan)), max(entries[-1].end for entries in plan), dtype=torch.uint8, device=device)
+    most = max(entries[-1].end for entries in plan)
+    ring = torch.empty(min(2, len(plan)), most, dtype=torch.uint8, device=device_of(peer))
     works: list[Any] = []
     for number, entries in enumerate(plan):
         for ahead in plan[number + len(works) : number + 2]:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ckpt.transfer import ShardCopy
 from parallel_layers.device import GPU, gpu
-from rl_models.calls import checksum as checksum_on_device
+from rl_models.calls import checksum
+from rl_train.weight_sync.buckets import ALIGNMENT, aligned
 from rl_train.weight_sync.relays import Relay, by_source, most_boxes, relays
 from rl_train.weight_sync.transport import Broken, Peer
 
-# Each box begins at a multiple of this number of bytes, as views of any dtype need; a checksum takes as many.
-ALIGNMENT = 16
 # The next round is packed before a round is in the parameters.
 _ROUNDS_TO_RELAY = 2
 
@@ -205,12 +204,12 @@ class _Part(NamedTuple):
         for begin, copy in self.boxes:
             read(copy, data[begin : begin + copy.nbytes].view(copy.dtype))
         for segment, stated in self._checksums(data):
-            stated.copy_(checksum_on_device(segment))
+            stated.copy_(checksum(segment))
 
     def unpack(self, data: Tensor, write: Move | None) -> None:
         """Compare the checksums, and write the boxes into the parameters."""
         for segment, stated in self._checksums(data):
-            if int(stated) != int(checksum_on_device(segment)):
+            if int(stated) != int(checksum(segment)):
                 names = ", ".join(copy.local for _, copy in self.boxes[:3])
                 raise ValueError(f"{names} arrived with other bits than were sent: the checksum of their round differs")
         for begin, copy in self.boxes:
@@ -225,8 +224,3 @@ class _Part(NamedTuple):
                 segment = data[begin : begin + size]
                 yield segment[ALIGNMENT:], segment[: ALIGNMENT // 2].view(torch.int64)[0]
             begin += size
-
-
-def aligned(size: int) -> int:
-    """Return the bytes of a box with what lies behind it, up to the next one."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
