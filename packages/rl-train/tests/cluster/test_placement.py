@@ -12,7 +12,7 @@ import torch
 from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import Placement, RayModelGroup, Resources
-from rl_train.cluster.group import OWN
+from rl_train.cluster.group import GROUP_METHODS
 from rl_train.cluster.ranks import Ranks
 
 CPU = {"device": "cpu", "timeout": 20.0}
@@ -65,7 +65,7 @@ def test_groups_share_devices_by_fractions(ray_cluster: Any) -> None:
             placement.share(1.5)
 
         # Processes on one node: the numbers of their devices.
-        groups = [Ranks(f"group {n}", placement.share(0.5), taken[1], [2], 60.0, OWN) for n in range(2)]
+        groups = [Ranks(f"group {n}", placement.share(0.5), taken[1], [2], 60.0, GROUP_METHODS) for n in range(2)]
         try:
             seats = [[(seat.node, seat.device) for seat in group.seats] for group in groups]
         finally:

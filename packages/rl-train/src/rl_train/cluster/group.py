@@ -25,13 +25,11 @@ from rl_train.cluster.ranks import Ranks
 from rl_train.cluster.resources import Resources, import_ray
 from rl_train.processes.errors import RankFailed
 
-
-def _unpickled(results: list[bytes]) -> list[Any]:
-    return [pickle.loads(result) for result in results]
-
-
 # The calls of a group besides the methods of the worker.
-OWN = {"apply": Method(gather=_unpickled, changes=True), "load": Method(gather=list, changes=True)}
+GROUP_METHODS = {
+    "apply": Method(gather=lambda results: list(map(pickle.loads, results)), changes=True),
+    "load": Method(gather=list, changes=True),
+}
 
 
 class RayModelGroup(ModelCalls):
@@ -126,7 +124,7 @@ class RayModelGroup(ModelCalls):
             ValueError: The kind has no such method, or the method refuses the batch.
             RankFailed: See `Ranks.send`; `restart` helps.
         """
-        offered = methods_of(self.worker_class) | {"apply": OWN["apply"]}
+        offered = methods_of(self.worker_class) | {"apply": GROUP_METHODS["apply"]}
         if method not in offered:
             raise ValueError(
                 f"{self.worker_class.__name__} has no method {method!r} for groups; it has {', '.join(offered)}; "
@@ -199,7 +197,7 @@ class RayModelGroup(ModelCalls):
 
     @property
     def _methods(self) -> dict[str, Method]:
-        return methods_of(self.worker_class) | OWN
+        return methods_of(self.worker_class) | GROUP_METHODS
 
     def _running(self) -> Ranks:
         if self._ranks is None:

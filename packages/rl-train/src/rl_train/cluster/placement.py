@@ -84,9 +84,10 @@ class Placement:
             if table["state"] == "REMOVED":
                 raise ValueError("the placement has been removed; make a new one")
             if time.monotonic() > deadline:
+                by_node = "; ".join(_amounts(node["Resources"]) for node in ray.nodes() if node["Alive"])
                 raise ValueError(
                     f"{len(self)} x {self.bundle} with strategy {self.resources.strategy} found no room within "
-                    f"{self.resources.timeout:g} s; the nodes have {_by_node(ray)}; free in total: "
+                    f"{self.resources.timeout:g} s; the nodes have {by_node}; free in total: "
                     f"{_amounts(ray.available_resources())}. Add nodes, ask for less, or use another strategy"
                 )
             time.sleep(_POLL_SECONDS)
@@ -189,10 +190,6 @@ def _remove(group: Any) -> None:
     ray = import_ray()
     if ray.is_initialized():
         ray.util.remove_placement_group(group)
-
-
-def _by_node(ray: Any) -> str:
-    return "; ".join(_amounts(node["Resources"]) for node in ray.nodes() if node["Alive"])
 
 
 def _amounts(resources: dict[str, float]) -> str:

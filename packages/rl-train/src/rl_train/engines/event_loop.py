@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,13 @@ class EventLoop:
     def close(self) -> None:
         """End the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def gathered(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run coroutines at the same time, and return their results in order; the first error ends the others."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    return [task.result() for task in tasks]
 
 
 def result_of(future: Future[Any]) -> Any:

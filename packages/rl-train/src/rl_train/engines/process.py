@@ -172,7 +172,10 @@ class EngineServer:
                 self._load(*self._call.arguments())
                 self._paused = False
             case "cancel":
-                self._cancel(*self._call.arguments())
+                (key,) = self._call.arguments()
+                if (draw := self._draws.pop(key, None)) is not None:
+                    cast(StreamingEngine, self._engine).cancel(key)
+                    draw.answer([])
             case "expect":
                 cast(StreamingEngine, self._engine).expect(*self._call.arguments())
                 self._paused = True
@@ -180,12 +183,6 @@ class EngineServer:
                 assert method in ("sleep", "wake"), method
                 getattr(self._engine, method)()
         return None
-
-    def _cancel(self, key: int) -> None:
-        """End a call "draw", by its number; without responses where it has not ended."""
-        if (draw := self._draws.pop(key, None)) is not None:
-            cast(StreamingEngine, self._engine).cancel(key)
-            draw.answer([])
 
     def _ready(self) -> list[tuple[str, str]]:
         """Return the device and the key of each process that receives weights."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import pickle
@@ -23,7 +22,7 @@ from parallel_layers.device import gpu
 from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
-from rl_train.engines.event_loop import EventLoop, result_of
+from rl_train.engines.event_loop import EventLoop, gathered, result_of
 from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
 from rl_train.engines.sequence_log_probs import SequenceLogProbs
 from rl_train.engines.vllm_limits import require_grid, require_vllm, warn_of_step_limits
@@ -105,6 +104,7 @@ class Vllm:
             )
         os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
         import vllm  # takes 10 to 20 s, and only this engine needs it
+        from vllm.usage.usage_lib import UsageContext
 
         self._sleeps = gpu.is_available()
         self._asleep: list[str] = []
@@ -147,7 +147,7 @@ class Vllm:
         async def start() -> Any:
             arguments = vllm.AsyncEngineArgs(model=str(model), dtype=dtype, **(settings | options))
             # The sizes of batches that vLLM chooses for its class `LLM`.
-            return vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=_usage())
+            return vllm.AsyncLLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
 
         self._llm = self._events.run(start())
         config = self._llm.model_config
@@ -171,13 +171,7 @@ class Vllm:
             EngineEnded: A process of vLLM has ended.
         """
         self._check(requests, sampling)
-
-        async def draw_all() -> Responses:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._draw(request, sampling)) for request in requests]
-            return [task.result() for task in tasks]
-
-        drawing = self._events.submit(draw_all())
+        drawing = self._events.submit(gathered(self._draw(request, sampling) for request in requests))
         return lambda: self._result(drawing)
 
     def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
@@ -192,13 +186,7 @@ class Vllm:
             raise ValueError(
                 f"{longest} tokens are too many for vLLM, which reads up to {self._longest - 1} (max_model_len)"
             )
-
-        async def read_all() -> list[SequenceLogProbs]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._read(sequence, top_k)) for sequence in sequences]
-            return [task.result() for task in tasks]
-
-        result: list[SequenceLogProbs] = self._run(read_all())
+        result: list[SequenceLogProbs] = self._run(gathered(self._read(sequence, top_k) for sequence in sequences))
         return result
 
     async def _read(self, tokens: list[int], top_k: int) -> SequenceLogProbs:
@@ -366,12 +354,6 @@ class Vllm:
             if self._llm.errored:
                 raise EngineEnded("a process of vLLM has ended") from error
             raise
-
-
-def _usage() -> Any:
-    from vllm.usage.usage_lib import UsageContext
-
-    return UsageContext.LLM_CLASS
 
 
 def _items(queue: SimpleQueue[Any]) -> list[Any]:

@@ -71,7 +71,7 @@ class VllmEngine(EngineOnRanks):
         make = partial(Vllm, str(model), dims=dims, **options)
 
         def start_pool() -> EnginePool:
-            engines = processes(make, groups or [own_device(actor)], timeout=timeout)
+            engines = processes(make, groups or [visible_device(actor)], timeout=timeout)
             return (InFlightPool if in_flight else EnginePool)(
                 engines, check=check, max_responses=options.get("max_num_seqs", 512)
             )
@@ -87,7 +87,7 @@ def adapters_of(lora: LoraOptions, model: str | Path) -> tuple[WeightFormat, dic
     return WeightFormat.of_adapters(layout), adapter_config(layout)
 
 
-def own_device(actor: Policy) -> str:
+def visible_device(actor: Policy) -> str:
     """Return the id of the actor's device on this rank, as in `CUDA_VISIBLE_DEVICES`; empty for a CPU."""
     device: torch.device = actor.grid.device
     if device.type == "cpu":

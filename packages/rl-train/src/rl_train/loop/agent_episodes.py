@@ -190,13 +190,12 @@ class Episodes:
             failed = self._fails(row, error)
             last = session.recorder.samples[-1]
             last.count(environment_reward=reward or 0.0, failed=failed, truncated=bool(session.limited))
-            self._tell_overridden(session)
+            if names := session.overridden.keys() - self._owner.overridden:
+                self._owner.overridden |= names
+                self._owner.tell(
+                    f"agents ask for other {', '.join(sorted(names))} than the run, which draws all tokens"
+                )
         return [[to_json(sample) for sample in session.recorder.samples] for session in self._sessions]
-
-    def _tell_overridden(self, session: Session) -> None:
-        if names := session.overridden.keys() - self._owner.overridden:
-            self._owner.overridden |= names
-            self._owner.tell(f"agents ask for other {', '.join(sorted(names))} than the run, which draws all tokens")
 
     def _fails(self, row: Prompt, error: str | None) -> bool:
         """Say whether an agent failed; ValueError for the first failure unless failures count as 0."""

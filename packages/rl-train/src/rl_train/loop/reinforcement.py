@@ -16,7 +16,7 @@ from parallel_layers.module import python_random
 from rl_models import Batch, losses
 from rl_models.api import ModelCalls
 from rl_models.calls import ROUTING
-from rl_train.data.mixture import by_source, split_sources
+from rl_train.data.mixture import by_source
 from rl_train.engines.interface import VERSION, RolloutEngine
 from rl_train.loop.asking import Ask, asking
 from rl_train.loop.batches import mini_batches
@@ -57,7 +57,7 @@ class Reinforcement(Recipe):
     _said_equal: bool = field(default=False, init=False)
     _sample: dict[str, str] = field(default_factory=dict, init=False)
     _shown: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _questions: dict[tuple[str | None, int], str | None] = field(default_factory=dict, init=False)
+    _questions: list[str | None] = field(default_factory=list, init=False)
 
     @property
     def options(self) -> TrainOptions:
@@ -127,8 +127,7 @@ class Reinforcement(Recipe):
         """Return the samples every `--show-every` steps, and a response."""
         rows = self._shown if self._shows(step) else ()
         shown = [{name: value for name, value in row.items() if name != "turns"} for row in rows]
-        keys = [(sample.get("source"), sample["line"]) for sample in shown]
-        samples = [x | {"prompt": self._questions[key] or x["prompt"]} for x, key in zip(shown, keys, strict=True)]
+        samples = [row | {"prompt": asked or row["prompt"]} for row, asked in zip(shown, self._questions, strict=False)]
         return shown, {"sample": self._sample, "samples": samples, "nothing": self._said_equal}
 
     def _shows(self, step: int) -> bool:
@@ -178,8 +177,7 @@ class Reinforcement(Recipe):
         """Choose the samples of a step, and with `--save-rollouts` write all its responses."""
         prompts, batch = rollouts.prompts, rollouts.batch
         self._shown = list(self._scorer.best_and_worst(prompts, batch, rollouts.scores, _SHOWN))
-        several = len(split_sources(self.options.prompts)) > 1
-        self._questions = {(str(each.source) if several else None, each.line): question(each.row) for each in prompts}
+        self._questions = [row.pop("question") for row in self._shown]
         if self.options.save_rollouts:
             rewards, truncated = rollouts.scored.rewards, self._scorer.truncated(batch)
             self._files.write(step, batch, prompts, rollouts.scores, rewards, truncated=truncated)

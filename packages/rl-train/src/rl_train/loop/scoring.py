@@ -109,7 +109,7 @@ class Scorer:
     ) -> Iterator[dict[str, Any]]:
         """Yield the best and the worst response to the first `most` prompts, and better and worse ones of the batch.
 
-        Each has its turns, see `shown_turns`; `scores` are `[prompts, n]`.
+        Each has its turns, see `shown_turns`, and its question; `scores` are `[prompts, n]`.
         """
         extremes = [(row.argmax(), row.argmin()) for row in scores[:most]]
         shown = dict.fromkeys((number, int(column)) for number, columns in enumerate(extremes) for column in columns)
@@ -119,8 +119,9 @@ class Scorer:
                 shown[number, column] = None
         places = [number * scores.shape[1] + column for number, column in shown]
         turns = shown_turns(select_episodes(batch, places), self.checked_run.codec)
-        for record, turns_of_record in zip(self.records(prompts, batch, scores, [*shown]), turns, strict=True):
-            yield record | {"turns": turns_of_record}
+        records = self.records(prompts, batch, scores, [*shown])
+        for record, turns_of_record, (number, _) in zip(records, turns, shown, strict=True):
+            yield record | {"turns": turns_of_record, "question": question(prompts[number].row)}
 
     def records(
         self, prompts: Sequence[Prompt], batch: Batch, scores: Tensor, shown: Sequence[tuple[int, int]]

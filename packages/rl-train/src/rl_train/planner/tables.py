@@ -17,13 +17,17 @@ HEADINGS = {
     "gathered": "gath-\nered",
     "activations": "activa-\ntions",
 }
-# Fields with a line each instead of a column.
-_LINES = ("masks", "states", "cache", "generation", "host")
+# Fields with a line each instead of a column, and what they hold.
+_LINES = {
+    "host": "of optimizer state in host memory",
+    "masks": "of sampling masks",
+    "states": "of a teacher's hidden states",
+}
 
 
 def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) -> Iterator[Table | str]:
     """Yield the tables of memory: each model on each stage, the peak, and with a limit (bytes) the grids that fit."""
-    columns = [entry.name for entry in fields(Memory) if entry.name not in _LINES]
+    columns = [entry.name for entry in fields(Memory) if entry.name not in {*_LINES, "cache", "generation"}]
     savings = savings_text(planned.options)
     title = f"GiB on a rank of {dims_text(planned.options.dims)}, {planned.options.tokens} tokens, {savings}"
     table = Table(title=title, box=None, collapse_padding=True, pad_edge=False)
@@ -38,12 +42,9 @@ def memory_tables(planned: Planned, limit: int | None, fits: Sequence[Planned]) 
     yield table
     for model, stages in planned.models.items():
         for number, memory in enumerate(stages):
-            if memory.host:
-                yield f"{model}, stage {number}: {memory.host / GIB:.2f} GiB of optimizer state in host memory"
-            if memory.masks:
-                yield f"{model}, stage {number}: {memory.masks / GIB:.2f} GiB of sampling masks"
-            if memory.states:
-                yield f"{model}, stage {number}: {memory.states / GIB:.2f} GiB of a teacher's hidden states"
+            for name, text in _LINES.items():
+                if value := getattr(memory, name):
+                    yield f"{model}, stage {number}: {value / GIB:.2f} GiB {text}"
             if memory.cache:
                 yield (
                     f"{model}, stage {number}, while it generates: {memory.cache / GIB:.2f} GiB of keys and values, "
