@@ -22,12 +22,8 @@ class Container(NamedTuple):
     The container shares the network of this machine, as the endpoint listens on its loopback device. It has no mounts,
     and of the environment the base URLs and keys of OpenAI's and Anthropic's clients alone.
 
-    Attributes:
-        program: `docker` or `podman`.
-        options: Further options of its command `run`.
-        image: The image.
-        memory: The limit of its memory in GiB, swap included; None: no limit.
-        name: The name.
+    The program is docker or podman, with further options of its command `run`. `memory` is the limit in GiB, swap
+    included.
     """
 
     program: str

@@ -46,8 +46,7 @@ def _signals_unwind() -> Iterator[None]:
 def mistakes_as_messages(after: Callable[[], str] = lambda: "it has written nothing") -> Iterator[None]:
     """Turn exceptions into messages: a user's mistake (exit status 2), a failed rank (1), or a signal (128 + number).
 
-    Args:
-        after: Returns the state of a stopped command, and how to continue it.
+    `after` returns the state of a stopped command, and how to continue it.
     """
 
     def end(message: str, status: int) -> typer.Exit:

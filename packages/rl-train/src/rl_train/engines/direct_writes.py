@@ -46,10 +46,7 @@ class DirectWrites:
     that the copies would have written. Later syncs copy. A model with quantized weights, with weights that vLLM keeps
     in another form, or whose loaders compute takes `reload_weights` each time. New memory of parameters begins anew.
 
-    Args:
-        model: The model.
-        reload: `reload_weights`.
-        finish: Called after copies, as vLLM's attention wants after new weights.
+    `finish` is called after copies, as vLLM's attention wants after new weights.
     """
 
     def __init__(

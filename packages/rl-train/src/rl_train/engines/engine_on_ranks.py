@@ -272,11 +272,7 @@ def stream_to_engine(
 ) -> Exception | None:
     """Run a rank's part of an actor's weight stream to its end, and return the error of `load`.
 
-    Args:
-        actor: The `Actor` of this rank, or `WholeBatches`.
-        load: Takes the whole tensors; None on ranks that are not in `to`.
-        weight_format: The format of the weight sync.
-        to, bucket_bytes: See `Actor.stream_weights`.
+    `load` takes the whole tensors; it is None on ranks that are not in `to`.
 
     Raises:
         Exception: The error of the stream itself. The other ranks do not get it: they may be inside a collective.

@@ -12,13 +12,7 @@ from rl_train.engines.sequence_log_probs import SequenceLogProbs
 
 
 class NativeReader:
-    """A `ReadingEngine`: an `Actor` on one device, without an optimizer.
-
-    Args:
-        model: The checkpoint folder.
-        dtype: The dtype of the weights (default: as stored in the checkpoint).
-        device: The device (default: this process's GPU if there is one, else the CPU).
-        max_tokens: Maximum number of tokens in one forward pass.
+    """A `ReadingEngine`: an `Actor` on one device, without an optimizer; it takes `max_tokens` in one forward pass.
 
     Raises:
         ValueError: As `Actor.from_pretrained`.

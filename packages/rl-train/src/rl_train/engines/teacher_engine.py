@@ -24,10 +24,8 @@ _MOST_LOSSES = 3
 class ReadingProcesses:
     """A `ReadingEngine`: engines in processes of this machine, on devices of their own.
 
-    A process that ends or hangs is started again, with its sequences, up to twice in a call.
-
-    Args:
-        engines: The engines, such as `processes(make, devices)`; started here and ended by `close`.
+    The processes are started here, and ended by `close`. One that ends or hangs is started again, with its sequences,
+    up to twice in a call.
 
     Raises:
         Exception: An engine does not start.
@@ -74,9 +72,7 @@ class ReadingProcesses:
 class TeacherEngine:
     """A `ReadingEngine` on the first of the ranks that all hold the batch; its log-probs go to all ranks.
 
-    Args:
-        start: Makes the engine, on the first rank.
-        group: The ranks; None for one process.
+    `start` makes the engine, on the first rank. The group is None for one process.
 
     Raises:
         Exception: The engine does not start; on every rank alike.

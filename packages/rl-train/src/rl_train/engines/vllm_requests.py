@@ -20,10 +20,8 @@ class LogProbs:
 
     Training has the distribution at the sampling temperature, or the distribution over a sampling mask. vLLM reports
     both by itself, but for a truncation without masks, and for masks where several tokens are as likely as the last.
-    Requests whose log-probs nobody reads are as requests without truncation.
-
-    Args:
-        choose: `VllmWorker.set_log_probs` of all workers.
+    Requests whose log-probs nobody reads are as requests without truncation. `choose` is `VllmWorker.set_log_probs` of
+    all workers.
     """
 
     def __init__(self, choose: Callable[[float | None, int | None], Awaitable[Any]]) -> None:
@@ -108,12 +106,9 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 class DrawnTokens:
-    """The tokens of a response so far.
+    """The tokens of a response so far, `ids`.
 
     vLLM's log-probs are flat: each token's log-prob, followed by those of the kept tokens.
-
-    Attributes:
-        ids: The tokens.
     """
 
     def __init__(self, sampling: SamplingOptions) -> None:

@@ -36,10 +36,8 @@ class VllmWorker:
     def receive_weights(self, messages: bytes) -> bytes:
         """Take a weight sync, written into the parameters in place; return the error, pickled, or no bytes.
 
-        Each worker takes whole tensors, and vLLM's model keeps the parts of its ranks of tp, pp and ep.
-
-        Args:
-            messages: A pickled `WeightMessage` for each worker.
+        Each worker takes whole tensors, and vLLM's model keeps the parts of its ranks of tp, pp and ep. The messages
+        are a pickled `WeightMessage` for each worker.
         """
         try:
             message = pickle.loads(messages)[self.rank]

@@ -38,12 +38,8 @@ class AgentEpisodes:
     An engine in flight draws for the agents while the policy learns. Other engines draw in rounds, while a future is
     waited for.
 
-    Attributes:
-        checked_run: The run.
-        engine: Draws the calls of the agents.
-        rewards: Has the processes of the agents; None on ranks where `once` does not call its function.
-        once: Calls a function on one rank and returns its JSON value on all.
-        tell: Called with a message about agents that failed.
+    `rewards` has the processes of the agents; it is None on ranks where `once` (see `Recipe`) does not call its
+    function. `tell` is called with a message about agents that failed.
     """
 
     checked_run: CheckedRun

@@ -80,12 +80,9 @@ class _Unscored(Scorer):
 
 
 def chat(options: GenerateOptions, messages: Iterator[str], write: Callable[[str], None]) -> Iterator[str]:
-    """Yield the answer to each message of a conversation, drawn by the model in this process.
+    """Yield the answer to each message of the user, drawn by the model in this process.
 
-    Args:
-        options: The options of the command.
-        messages: The messages of the user.
-        write: Called with each piece of an answer as soon as its tokens are drawn.
+    `write` is called with each piece of an answer as soon as its tokens are drawn.
 
     Raises:
         ValueError: The model has no chat template, or the grid has several ranks.

@@ -68,12 +68,8 @@ class Episode:
 class EnvironmentTurns:
     """Draw responses of several turns; all ranks of a run call `draw`, and wait for its futures in the same order.
 
-    Attributes:
-        checked_run: The run.
-        engine: Draws the turns.
-        rewards: Has the environments; None on ranks where `once` does not call its function.
-        once: Calls a function on one rank and returns its JSON value on all.
-        tell: Called with a message about environments that failed.
+    `rewards` has the environments; it is None on ranks where `once` (see `Recipe`) does not call its function. `tell`
+    is called with a message about environments that failed.
     """
 
     checked_run: CheckedRun
@@ -148,12 +144,7 @@ class EnvironmentTurns:
 
 @dataclass
 class EnvironmentAnswers:
-    """The environments of one draw; used on one rank.
-
-    Attributes:
-        owner: The options, the tokenizer and the environments.
-        episodes: The episodes.
-    """
+    """The answers of the environments to the episodes of one draw; used on one rank."""
 
     owner: EnvironmentTurns
     episodes: list[Episode]

@@ -61,14 +61,10 @@ def evaluate(
 
 
 def best_of(scores: Tensor, k: int) -> float:
-    """Return the expected highest score among `k` of the responses to a prompt, a mean over the prompts.
+    """Return the expected highest score `[prompts, n]` among `k` of the responses to a prompt, a mean over the prompts.
 
     For scores of 0 and 1 this is the unbiased pass@k, 1 - C(n - c, k) / C(n, k) with c right responses of n (Chen et
     al. 2021, arXiv:2107.03374).
-
-    Args:
-        scores: The scores `[prompts, n]`.
-        k: At most n.
     """
     n = scores.shape[1]
     # The i-th lowest score (from 0) is the highest of k in C(i, k - 1) of the C(n, k) choices.
@@ -79,11 +75,8 @@ def best_of(scores: Tensor, k: int) -> float:
 def majority(scores: Tensor, answers: Sequence[str | None]) -> float:
     """Return the score of the most frequent answer to a prompt, a mean over the prompts (Wang et al. 2022).
 
-    Equally frequent answers count with their mean. Responses without an answer count where no response has one.
-
-    Args:
-        scores: The scores `[prompts, n]`.
-        answers: The answers in the responses, prompt by prompt.
+    Equally frequent answers count with their mean. Responses without an answer count where no response has one. Scores
+    are `[prompts, n]`, and answers stand prompt by prompt.
     """
     n, total = scores.shape[1], 0.0
     for number, row in enumerate(scores.tolist()):

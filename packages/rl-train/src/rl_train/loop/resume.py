@@ -59,9 +59,7 @@ def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row | Path]]) -> 
     The digest of prompts covers their tokens and rows. The digest of a checkpoint covers its files, large files by
     evenly spaced blocks. The digest of a module covers its file, without the modules that it imports.
 
-    Args:
-        options: The options, with names of a hub as folders.
-        rows: The rows of the run, or the files of rows that are not read yet, by the option that names them.
+    `rows` are those of the run, or the files of rows that are not read yet, by the option that names them.
     """
     digests = dict[str, dict[str, Any]]()
     for name, entries in rows.items():

@@ -65,11 +65,8 @@ def question(row: Mapping[str, Any]) -> str | None:
 class Scorer:
     """Decode responses for the rewards, and score them.
 
-    Attributes:
-        checked_run: The run.
-        rewards: The rewards; None on ranks where `once` does not call its function.
-        once: Calls a function on one rank and returns its JSON value on all.
-        tell: Called with a message about rewards that failed.
+    `rewards` is None on ranks where `once` (see `Recipe`) does not call its function. `tell` is called with a message
+    about rewards that failed.
     """
 
     checked_run: CheckedRun

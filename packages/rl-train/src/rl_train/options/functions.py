@@ -21,11 +21,8 @@ def find_in_working_folder() -> None:
 def imported(option: str, name: str, ready: tuple[str, ...], takes: str) -> Any:
     """Import the function that an option names as `module:function`; the module may be in the working directory.
 
-    Args:
-        option: The name of the option, for errors.
-        name: `module:function`.
-        ready: The other values of the option, for errors.
-        takes: The arguments and the result of the function, such as "(batch, options) and returns a number".
+    Errors name the other values of the option, `ready`, and the arguments and the result of the function, `takes`, such
+    as "(batch, options) and returns a number".
 
     Raises:
         ValueError: The name has another form, the module or the function cannot be used, or the function does not take

@@ -101,13 +101,8 @@ def flattened(
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield each option's name as it is given, its whole name such as `engine.lora.rank`, and its value.
 
-    A group is a mapping, or stands in the name. With a text, a group's name is a short name: `critic: folder`.
-
-    Args:
-        values: The options of a file, a command line or a program.
-        known: The whole names of all options.
-        groups: The names of the groups.
-        prefix: The name of the group of `values`, with a dot.
+    A group is a mapping, or stands in the name. With a text, a group's name is a short name: `critic: folder`. `prefix`
+    is the name of the group of `values`, with a dot.
     """
     for key, value in values.items():
         name = prefix + str(key).replace("-", "_")

@@ -39,13 +39,9 @@ MOST_TOKENS = 1 << 18
 
 @dataclass(frozen=True)
 class ModelRun:
-    """A model and the step that it runs.
+    """A model and the step that it runs; a model that is not trained runs forward.
 
-    Attributes:
-        layout, model: The model.
-        lora: The adapters and their layout; None: all weights learn.
-        options: The step.
-        trained: Whether the model learns; else it runs forward.
+    `lora` are the adapters and their layout; None: all weights learn.
     """
 
     layout: ckpt.Layout

@@ -35,13 +35,9 @@ _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 
 
 class Channel:
-    """The caller's end of a pipe; no call waits for a process that is stopped in the middle of a message.
+    """The caller's end of a pipe; no call waits for a process that is stopped in the middle of a message."""
 
-    Attributes:
-        place: See `Transport`.
-    """
-
-    place = ""
+    place = ""  # see `Transport`
 
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe

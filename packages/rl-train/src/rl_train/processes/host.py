@@ -143,11 +143,8 @@ class Process:
     ) -> Call:
         """Call a method without waiting; see `call`.
 
-        Args:
-            method: The name of the method.
-            *args: The arguments.
-            limit: See `Process` (default: the limit of all calls).
-            on_part: Called with each part of the answer, in another thread, before the call is done.
+        `limit` replaces that of all calls, see `Process`. `on_part` is called with each part of the answer, in another
+        thread, before the call is done.
         """
         call = Call(method, self._limit if limit is None else limit, on_part)
         with self._lock:

@@ -47,8 +47,7 @@ class Change(NamedTuple):
 class SentValues:
     """The values of a rank's boxes in the last weight sync, in (page-locked) host memory.
 
-    Args:
-        plan: The rank's copies. Boxes that several receivers need are compared once.
+    Boxes that several receivers need are compared once.
     """
 
     def __init__(self, plan: ShardPlan) -> None:

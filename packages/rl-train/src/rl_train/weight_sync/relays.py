@@ -50,12 +50,9 @@ def most_boxes(groups: Sequence[Sequence[ShardCopy]]) -> int:
 
 
 def relays(groups: Sequence[Sequence[ShardCopy]], senders: int, most_bytes: int) -> Iterator[Relay]:
-    """Yield the boxes in parts of at most `most_bytes`, spread evenly over the first receivers.
+    """Yield the boxes of groups (`by_source`) in parts of at most `most_bytes`, spread evenly over the first receivers.
 
-    Args:
-        groups: From `by_source`.
-        senders: The number of the actor's ranks, behind which the receivers are counted.
-        most_bytes: See `ShardCopy.cut`.
+    The receivers are counted behind the senders, the actor's ranks.
     """
     load = Counter[tuple[int, int]]()
     for group in groups:

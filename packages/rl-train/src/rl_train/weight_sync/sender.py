@@ -94,11 +94,7 @@ class WeightSender:
         finalize(self, _close_all, self._peers, self._works)  # torch may abort at the end of a program with open groups
 
     def sync(self, engines: Sequence[EngineHandle], named_tensors: NamedTensors) -> None:
-        """Send tensors, and wait until the engines have taken them; the first call waits until they have started.
-
-        Args:
-            engines: The engines.
-            named_tensors: Hugging Face names and whole tensors.
+        """Send whole tensors, and wait until the engines have taken them; the first call waits until they have started.
 
         Raises:
             EnginesLost: Some engines were lost; the other engines lack the rest.

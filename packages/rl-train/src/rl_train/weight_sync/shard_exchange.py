@@ -55,15 +55,10 @@ def plans_of(
     check: bool = False,
     changed_only: bool = False,
 ) -> list[ShardPlan]:
-    """Divide copies into rounds, and return the plan of each peer.
+    """Divide copies into rounds, and return the plan of each peer: of the senders, and then of the receivers.
 
-    Args:
-        copies: All copies.
-        senders: The number of the actor's ranks.
-        receivers: The number of the engines' processes.
-        most_bytes: The most bytes that a peer sends or receives in a round, where it holds at least one element a pair.
-        check: Send checksums.
-        changed_only: Plan for changed values, which are few: no engine sends them on.
+    A peer sends or receives `most_bytes` in a round, where that holds at least one element a pair. With `changed_only`
+    the plan is for changed values, which are few: no engine sends them on.
     """
     groups = [[copy] for copy in copies] if changed_only else by_source(copies)
     room = max(ALIGNMENT, most_bytes // most_boxes(groups) - ALIGNMENT * check)
@@ -99,14 +94,7 @@ def _rounds(each: Sequence[Relay], room: int) -> Iterator[tuple[int, Relay]]:
 def exchange_shards(
     peer: Peer, plan: ShardPlan, read: Move, write: Move | None = None, broken: Broken = lambda: False
 ) -> None:
-    """Carry out a peer's part of a plan; all peers call this.
-
-    Args:
-        peer: This process in the group.
-        plan: Its part.
-        read: Packs the values of a copy that this peer sends.
-        write: Writes the values of a copy that this peer receives; None on a rank of the actor, which receives none.
-        broken: See `Peer`.
+    """Carry out a peer's part of a plan; all peers call this. A rank of the actor receives nothing to `write`.
 
     Raises:
         BucketMissed: A peer ended, left or was too slow.

@@ -80,11 +80,8 @@ class OnDevice:
 class Peer:
     """A process in the group of a sender and its engines; the first operation joins the other peers.
 
-    An operation ends early where `broken` returns True or a peer has left.
-
-    Args:
-        rendezvous: The rendezvous.
-        listener: The socket of the rendezvous's port, on rank 0.
+    An operation ends early where `broken` returns True or a peer has left. `listener` is the socket of the rendezvous's
+    port, on rank 0.
 
     Raises:
         BucketMissed: The sender has left; and each operation, where a peer did not join, ended or was too slow.
