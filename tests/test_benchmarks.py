@@ -53,7 +53,7 @@ PROGRAMS = {
 }
 # Run by a test below, or by none: they need GPUs, vLLM or hours; and what the programs share.
 OTHERS = {"checkpoint", "elementwise", "grpo", "longest"}
-NOT_RUN = {"agents", "block_fp8", "fp8_rollouts", "gkd", "head", "three_stages", "weight_sync"}
+NOT_RUN = {"agents", "block_fp8", "fp8_rollouts", "gkd", "head", "judged", "three_stages", "weight_sync"}
 SHARED = {"kernel_times", "measure", "megatron_model", "random_run"}
 
 

@@ -1,0 +1,138 @@
+"""SmolLM2 learns sums in an environment of verifiers, and by a judge that is another model of the run.
+
+    python benchmarks/judged.py --model FOLDER    # FOLDER: examples/smollm2 makes it; one GPU
+    python benchmarks/judged.py --model FOLDER --tasks judge --dtype float32 --demonstrations 256 --steps 8 \
+        --prompts 8 --samples 4 --largest 20 --held-out 32    # two CPU cores; further options go to `rl-train train`
+
+The environment is the taskset `sums` of examples/smollm2, whose episodes draw by verifiers' TrainClient. The judge is
+SmolLM2 after `rl-train sft`: it reads the right result and a response, and answers "Score: 1" or "Score: 0". Its
+agreement with `number-match` is that of the run's own responses.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import machine, table, write_json
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
+QUESTION = "The result is {}. Does the response give it? {}"
+RUBRIC = """model = "{model}"
+score = 'Score: ([01])'
+prompt = "{prompt}"
+request = {{ max_tokens = 8, temperature = 0 }}
+"""
+VERIFIERS = "verifiers:sums,agent.runtime.type=subprocess,taskset.file={}"
+SHOWN = ["reward", "reward/judge", "reward/right", "judge_calls", "judge_cached", "judge_tokens", "judge_unreadable"]
+SHOWN += ["seconds_generating", "seconds_scoring", "seconds"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("judged"))
+    parser.add_argument("--tasks", nargs="+", choices=("verifiers", "judge"), default=["verifiers", "judge"])
+    parser.add_argument("--demonstrations", type=int, default=1024, help="judgements that the judge learns, 32 a step")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="responses to a prompt")
+    parser.add_argument("--held-out", type=int, default=128, help="questions of the evaluation")
+    parser.add_argument("--largest", type=int, default=50, help="largest term of a sum of two terms")
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json")
+    options, further = parser.parse_known_args()
+    options.out = options.out.absolute()
+    sys.path.insert(0, str(EXAMPLE))
+    from task import make_task
+
+    make_task(options.out / "task", prompts=4096, held_out=options.held_out, terms=(2, 2), largest=options.largest)
+    files = {"prompts": options.out / "task" / "prompts.jsonl", "eval-prompts": options.out / "task" / "eval.jsonl"}
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for task in options.tasks:
+        values: dict[str, Any] = {
+            "steps": options.steps,
+            "prompts-per-step": options.prompts,
+            "samples": options.samples,
+            "max-new-tokens": 16,
+            "max-tokens": 2048,  # agents hold a cache for sequences of this length
+            "learning-rate": options.learning_rate,
+            "eval-every": options.steps,
+        }
+        if task == "verifiers":
+            held_out = VERIFIERS.format(files["eval-prompts"])
+            values |= {"environment": VERIFIERS.format(files["prompts"]), "eval-prompts": held_out}
+        else:
+            rubric = options.out / "judge.toml"
+            rubric.write_text(
+                RUBRIC.format(model=judge(options), prompt=QUESTION.format("{{ answer }}", "{{ response }}"))
+            )
+            values |= files | {"reward": f"judge:{rubric},right=number-match@0", "rewards.errors": "zero"}
+            values |= {"data.system-prompt": "Answer with a number."}
+        began = time.perf_counter()
+        curves[task] = run("train", options, options.model, options.out / task, values, further)
+        print(f"{task}: the command took {time.perf_counter() - began:.0f} s")
+    print(machine())
+    for task, records in curves.items():
+        learned = [record for record in records if record["step"]]
+        shown = [name for name in SHOWN if name in learned[-1]]
+        places = sorted({0, *range(4, len(learned), 5), len(learned) - 1})
+        print(table(["step", *shown], [[learned[i]["step"], *(learned[i][name] for name in shown)] for i in places]))
+        held_out_names = [name for name in learned[-1] if name.startswith(("eval/reward", "eval/judge"))]
+        rows = [[record["step"], *(record[name] for name in held_out_names)] for record in (records[0], records[-1])]
+        print(f"{task}, held out:\n{table(['step', *held_out_names], rows)}")
+        totals = {name: sum(record.get(name, 0) for record in learned) for name in SHOWN[3:]}
+        print(f"{task}, all steps: {totals}")
+    write_json(options.json, curves=curves)
+
+
+def judge(options: argparse.Namespace) -> Path:
+    """Return the folder of the model that has learned to compare a response with a result."""
+    draws, rows = random.Random(0), list[dict[str, Any]]()
+    for number in range(options.demonstrations):
+        a, b = (draws.randint(1, options.largest) for _ in range(2))
+        right = number % 2
+        wrong = draws.choice([n for n in range(2, 2 * options.largest) if n != a + b])
+        near = a + b + draws.choice([-10, -2, -1, 1, 2, 10])
+        said = a + b if right else draws.choice([wrong, near])
+        form = draws.choice(["{}", "{}.", f"{a} + {b} = {{}}", "The answer is {}.", f"The sum of {a} and {b} is {{}}."])
+        messages = [
+            {"role": "user", "content": QUESTION.format(a + b, form.format(said))},
+            {"role": "assistant", "content": f"Score: {right}"},
+        ]
+        rows.append({"messages": messages})
+    file = options.out / "judgements.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"dataset": file, "batch-size": 32, "epochs": 1, "learning-rate": 1e-4}
+    run("sft", options, options.model, options.out / "sft", values)
+    return options.out / "sft" / "actor"
+
+
+def run(
+    command: str,
+    options: argparse.Namespace,
+    model: Path,
+    out: Path,
+    values: dict[str, Any],
+    further: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Run a command of rl-train in the folder of the taskset, and return the records of its steps."""
+    values = {"model": model, "out": out, "dtype": options.dtype, "seed": options.seed, "save-every": 0} | values
+    arguments = [f"--{option}={value}" for option, value in values.items()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run(
+        [sys.executable, "-m", "rl_train", command, *arguments, *further], check=True, cwd=EXAMPLE, env=environment
+    )
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
