@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from parallel_models import (
     load_engine,
 )
 from parallel_models.generation import Prompt, Responses, draw_responses, end_sessions
+from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.session import GenerationSession
 from parallel_models.training import ParallelEngine, TrainedModel
 
@@ -129,6 +133,28 @@ def test_memory_and_slots_stay_over_calls(llama: Path) -> None:
         assert engine.session is not session, options
     draw(engine, prompts, keep_cache=False)
     assert engine.session is None
+
+
+def test_memory_of_a_session_is_freed_before_the_next_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, caches, alive = load(llama), list[weakref.ref[object]](), list[int]()
+    plain = ParallelEngine.decoding
+
+    @contextmanager
+    def decoding(engine: ParallelEngine, options: CacheOptions) -> Iterator[Decoding]:
+        alive.append(sum(cache() is not None for cache in caches))
+        with plain(engine, options) as entered:
+            caches.extend(weakref.ref(cache) for cache in entered.caches)
+            yield entered
+
+    monkeypatch.setattr(ParallelEngine, "decoding", decoding)
+    gc.disable()
+    try:
+        for keep, length in ((False, 600), (False, 600), (True, 600), (True, 1200)):
+            draw(engine, [tokens(5, 0)], keep_cache=keep, max_length=length)
+    finally:
+        gc.enable()
+    end_sessions()
+    assert alive == [0] * 4
 
 
 def test_the_device_has_all_that_a_graph_of_a_step_reads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

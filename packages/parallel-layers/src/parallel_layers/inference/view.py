@@ -18,6 +18,7 @@ from parallel_layers.linear.execution import UNDIVIDED, Execution, Placement
 from parallel_layers.linear.few_tokens import sum_and_add, sum_and_norm
 from parallel_layers.linear.layers import RowParallelLinear
 from parallel_layers.model.decoder import DecoderLayer
+from parallel_layers.module.shared_weights import shallow_copy
 from parallel_layers.moe.decoding import decode_experts
 from parallel_layers.moe.layer import MoE
 from parallel_layers.norm.rms import RMSNorm
@@ -56,7 +57,7 @@ def _of_layer(view: DecoderLayer) -> dict[str, Any]:
     if norms.attention_out is None and norms.mlp_in is not None:
         norm, layer = getattr(view, norms.mlp_in), getattr(getattr(view, "self_attn", None), "o_proj", None)
         if isinstance(norm, RMSNorm) and (group := _leave_parts(layer)) is not None:
-            norm.__dict__["add_and_norm"] = partial(_sum_and_norm, norm, group)
+            norm.__dict__["add_and_norm"] = partial(_sum_and_norm, shallow_copy(norm), group)
     if norms.mlp_out is not None or view.config.mixer == "attention":
         return {}
     return {"add_mlp": _Addition(_leave_parts(getattr(getattr(view, "mlp", None), "down_proj", None)))}
@@ -77,10 +78,11 @@ class _Addition:
 
     def lead_to(self, norm: RMSNorm) -> None:
         """Compute a norm of the stream ahead, which its `add_and_norm` returns when it gets this stream."""
-        self._add_and_norm = norm.add_and_norm
+        plain = shallow_copy(norm)
+        self._add_and_norm = plain.add_and_norm
         if self.group is not None:
-            self._add_and_norm = partial(_sum_and_norm, norm, self.group)
-        norm.__dict__["add_and_norm"] = partial(self._norm, norm.add_and_norm)
+            self._add_and_norm = partial(_sum_and_norm, plain, self.group)
+        norm.__dict__["add_and_norm"] = partial(self._norm, plain.add_and_norm)
 
     def __call__(self, hidden: Tensor, x: Tensor) -> Tensor:
         """See `DecoderLayer.add_mlp`."""
@@ -139,5 +141,5 @@ def _of_mixture(view: MoE) -> dict[str, Any]:
     if view.expert_tensor_parallel or group is None:
         view.gate.__dict__["group"] = None
     if is_sharded(ranks) or on_gpu(experts.down_proj):
-        experts.__dict__["forward"] = partial(decode_experts, experts, group)
+        experts.__dict__["forward"] = partial(decode_experts, shallow_copy(experts), group)
     return attributes

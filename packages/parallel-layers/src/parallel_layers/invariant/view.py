@@ -22,7 +22,7 @@ from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.mlp.layer import ParallelMLP
-from parallel_layers.module.shared_weights import Model, view_of
+from parallel_layers.module.shared_weights import Model, shallow_copy, view_of
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.invariant import InvariantExperts, InvariantMixture
 from parallel_layers.moe.layer import MoE
@@ -87,22 +87,23 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {GroupedExperts: InvariantExp
 
 def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
     """Return the attributes that replace a layer's in its invariant view."""
+    plain = shallow_copy(view)
     if isinstance(view, RowParallelLinear):
         return {"execution": replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))}
     if isinstance(view, ColumnLinear | ReplicatedLinear):
         return {"execution": replace(view.execution, product=InvariantProduct())}
     if isinstance(view, RMSNorm):
-        return {"forward": partial(_norm, view), "add_and_norm": partial(_add_and_norm, view)}
+        return {"forward": partial(_norm, plain), "add_and_norm": partial(_add_and_norm, plain)}
     if isinstance(view, LayerNorm):
-        return {"forward": partial(in_double, view.forward)}
+        return {"forward": partial(in_double, plain.forward)}
     if isinstance(view, RotaryEmbedding):
-        return {"forward": partial(_rotary, view)}
+        return {"forward": partial(_rotary, plain)}
     if isinstance(view, TopKRouter):
         return {"invariant": True}
     if isinstance(view, InvariantExperts):
         return {"blocks": blocks}
     if isinstance(view, ParallelMLP):
-        return {"activate": partial(in_double, view.activate)}
+        return {"activate": partial(in_double, plain.activate)}
     if isinstance(view, ParallelAttention | ParallelLatentAttention):
         backend = "invariant" if view.options["backend"] == "auto" else view.options["backend"]
         return {"options": {**view.options, "backend": backend}, "absorbs": False}

@@ -14,7 +14,9 @@ def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Mod
     The view shares parameters, buffers and hooks with `model`, also after later changes (an optimizer step, loading,
     FSDP2's gathering); `model` stays unchanged. References other than parent-child still point to the original.
 
-    `change` is called with each module and its copy; it adds a `forward` or attributes to the copy's `__dict__`.
+    `change` is called with each module and its copy; it adds a `forward` or attributes to the copy's `__dict__`. A view
+    can hold memory of its own, which its last reference frees: bind a `forward` to a `shallow_copy`, because a module
+    that refers to itself stays until a garbage collection.
     """
     return cast(Model, _view(model, change, {}))
 
@@ -22,15 +24,20 @@ def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Mod
 def _view(
     module: nn.Module, change: Callable[[nn.Module, nn.Module], None], views: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """Return the view of a module. A closure that calls itself would keep it until a garbage collection."""
+    """Return the view of a module; no closure, because one that calls itself refers to itself."""
     if module not in views:  # else a child of several modules
-        # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
-        copy = views[module] = object.__new__(type(module))
-        # Bypass __setattr__ to share the dicts of parameters, buffers and hooks.
-        copy.__dict__.update(module.__dict__)
+        copy = views[module] = shallow_copy(module)
         children = module._modules.items()
         copy.__dict__["_modules"] = {
             name: None if child is None else _view(child, change, views) for name, child in children
         }
         change(module, copy)
     return views[module]
+
+
+def shallow_copy(module: Model) -> Model:
+    """Return a copy that shares the dicts of parameters, buffers, hooks and children."""
+    # object.__new__, because the __new__ of a module sharded by FSDP2 makes an instance of the original class.
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)  # not by __setattr__, which would copy the dicts
+    return copy

@@ -170,6 +170,7 @@ def _session(engine: Engine, sizes: CacheOptions, options: GenerationOptions) ->
         (unfit,) = largest_of_ranks(grid.everyone, grid.device, int(not fits))
     if not options.keep_cache or unfit or session is None:
         end_sessions()
+        session = None  # caches and gathered weights of the old session are freed before the new one makes its own
         session = GenerationSession(sizes, engine.decoding(sizes), engine.module, grid.device)
         if options.keep_cache and session.decoding.lasting:
             keep(engine, session)
