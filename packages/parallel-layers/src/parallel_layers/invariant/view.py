@@ -87,7 +87,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {GroupedExperts: InvariantExp
 
 def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
     """Return the attributes that replace a layer's in its invariant view."""
-    plain = shallow_copy(view)
+    plain: Any = shallow_copy(view)
     if isinstance(view, RowParallelLinear):
         return {"execution": replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))}
     if isinstance(view, ColumnLinear | ReplicatedLinear):
