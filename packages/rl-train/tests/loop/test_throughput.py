@@ -72,20 +72,25 @@ def test_the_calls_of_all_models_count(options: Any, model: Path) -> None:
 
 
 def test_the_cpu_has_no_peak_and_no_counts(options: Any, model: Path) -> None:
-    throughput = Throughput(options())
+    events = list[Any]()
+    throughput = Throughput(options(), events.append)
     calls = Calls(Actor)
     assert throughput.peak is None
+    assert events == []
     assert throughput.counted(calls, Checkpoint(model), "causal_lm", None) is calls
     rates = throughput.describe({"tokens": 8, "seconds": 4.0}, {"seconds_learning": 1.0}, [8])
     assert rates == {"tokens_per_second_per_device": 2}
 
 
 def test_a_family_that_is_not_described_has_no_mfu(options: Any, tmp_path: Path) -> None:
-    throughput = with_peak(options())
+    throughput, events = with_peak(options()), list[Any]()
+    throughput._tell = events.append
     (tmp_path / "config.json").write_text('{"model_type": "falcon", "architectures": ["FalconForCausalLM"]}')
     calls = Calls(Actor)
     assert throughput.counted(calls, Checkpoint(tmp_path), "causal_lm", None) is calls
     assert throughput.describe({"tokens": 8, "seconds": 4.0}, {}, []) == {"tokens_per_second_per_device": 2}
+    assert throughput.counted(calls, Checkpoint(tmp_path), "causal_lm", None) is calls
+    assert events == [{"message": f"no MFU: the FLOPs of {tmp_path} are not known"}]
 
 
 def test_the_name_of_the_device_and_the_dtype_choose_the_peak(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +98,13 @@ def test_the_name_of_the_device_and_the_dtype_choose_the_peak(options: Any, monk
     monkeypatch.setattr(throughput_file.Devices, "find", lambda name: device)
     named = SimpleNamespace(get_device_name=lambda device: f"NVIDIA H{device.index}00")
     monkeypatch.setattr(throughput_file.torch, "get_device_module", lambda device: named)
-    assert Throughput(options(dtype="bfloat16")).peak == 989e12
+    events = list[Any]()
+    assert Throughput(options(dtype="bfloat16"), events.append).peak == 989e12
+    assert events == []
     assert Throughput(options(dtype="float32")).peak == Throughput(options()).peak == 67e12, "as stored"
+    named.get_device_name = lambda device: "NVIDIA A10"
+    assert Throughput(options(dtype="bfloat16"), events.append).peak is None
+    assert events == [{"message": "no MFU: the peak of NVIDIA A10 in bfloat16 is not known"}]
 
 
 @pytest.mark.parametrize(

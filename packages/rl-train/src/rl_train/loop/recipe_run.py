@@ -114,7 +114,7 @@ class LocalRank(Generic[Run]):
         self.tell: Tell = send if self.first else lambda event: None
         self.counts, self.workers = Counts(self.tell), list[Worker]()
         self._device = Devices.find(checked_run.options.device).current
-        self.throughput = Throughput(checked_run.options)
+        self.throughput = Throughput(checked_run.options, self.tell)
 
     def make(self, kind: type[Worker], path: Path, arguments: dict[str, Any]) -> WholeBatches:
         """Load a model."""

@@ -262,7 +262,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             return stack.enter_context(groups[-1])
 
         on_event({"phase": "loading", "accelerator": resources.device != "cpu"})
-        throughput = Throughput(options)
+        throughput = Throughput(options, on_event)
         models = _models(options, make, throughput)
         if options.teacher.engine is not None:
             teacher = TeacherEngine(partial(_teacher, checked_run), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,19 +25,27 @@ _UPDATES = ("update", "forward_backward")
 class Throughput:
     """Counts the FLOPs of the models of a run, and compares them with the peak of its devices.
 
+    Args:
+        options: The options of the run.
+        tell: Called once with a message if the run has no MFU on its accelerators.
+
     Attributes:
         devices: The devices of the policy and of the engines beside it.
         ranks: The devices of the policy.
         peak: The peak FLOP/s of a device in the run's dtype; None: unknown, and then no FLOPs are counted.
     """
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, options: RunOptions, tell: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
+        self._tell = tell
         self.devices, self.ranks = options.num_devices, options.grid.world_size
         device = Devices.find(options.device).current
         self.peak: float | None = None
         if device.type != "cpu":
             name = torch.get_device_module(device).get_device_name(device)
-            self.peak = peak_flops(name, options.engine.dtype or stored_dtype(Checkpoint(options.model)))
+            dtype = options.engine.dtype or stored_dtype(Checkpoint(options.model))
+            self.peak = peak_flops(name, dtype)
+            if self.peak is None:
+                tell({"message": f"no MFU: the peak of {name} in {str(dtype).removeprefix('torch.')} is not known"})
         self._policy: ModelFlops | None = None
         self._flops = Counter[str]()
 
@@ -49,6 +57,7 @@ class Throughput:
             flops = ModelFlops.of(checkpoint, role, lora)
         except ValueError:  # a family that only another backend knows
             self.peak = None
+            self._tell({"message": f"no MFU: the FLOPs of {checkpoint.path} are not known"})
             return model
         self._policy = self._policy or flops
         return AnnouncedCalls(model, partial(self._count, flops))

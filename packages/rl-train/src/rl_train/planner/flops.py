@@ -20,34 +20,42 @@ from parallel_models.engine import describe
 # the outer product of key and difference, and reads by the query; Mamba-2 adds and reads.
 _OF_A_STATE = {"GatedDeltaNetConfig": 3, "KimiDeltaConfig": 3, "Mamba2Config": 2}
 
-# Part of a device's name -> the peak of its dense products in TFLOP/s, by dtype, as its maker's data sheet states it.
-# The first match counts. fp32 is without TF32. A device of AMD's MI250X is one of its two dies.
+# Part of a device's name -> the peak of its dense products in TFLOP/s, by dtype; of fp32 without TF32. The first match
+# counts. The sources are the makers' tables. Where a table counts zeros (2:4 sparsity), the peak is half of its number.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    # NVIDIA's tables of GB200 and GB300 NVL72 (72 GPUs) and of HGX B200 and B300 (8 GPUs), divided by the GPUs.
     r"GB[23]00": {"bfloat16": 2500, "float16": 2500, "float32": 80},
     r"B[23]00": {"bfloat16": 2250, "float16": 2250, "float32": 75},
+    # NVIDIA's data sheets of H100, H200 and GH200. H800 computes as H100. NVIDIA has no public data sheet of H20.
     r"H[12]00 NVL": {"bfloat16": 835, "float16": 835, "float32": 60},
-    r"H100 PCIe": {"bfloat16": 756, "float16": 756, "float32": 51},
+    r"H[18]00 PCIe": {"bfloat16": 756, "float16": 756, "float32": 51},
     r"H[12]00|H800|GH200": {"bfloat16": 989, "float16": 989, "float32": 67},
     r"H20": {"bfloat16": 148, "float16": 148, "float32": 44},
+    # NVIDIA's data sheets of A100, A30, L40S, L40, L4 and V100; Ada's white paper of the RTX 4090, with sums in fp32.
     r"A[18]00": {"bfloat16": 312, "float16": 312, "float32": 19.5},
     r"A30": {"bfloat16": 165, "float16": 165, "float32": 10.3},
     r"L40S": {"bfloat16": 362, "float16": 362, "float32": 91.6},
     r"L40": {"bfloat16": 181, "float16": 181, "float32": 90.5},
     r"L4": {"bfloat16": 121, "float16": 121, "float32": 30.3},
     r"RTX 4090": {"bfloat16": 165, "float16": 165, "float32": 82.6},
+    r"V100S": {"float16": 130, "float32": 16.4},
+    r"V100-PCIE": {"float16": 112, "float32": 14},
     r"V100": {"float16": 125, "float32": 15.7},
-    r"MI3[02][05]X": {"bfloat16": 1307, "float16": 1307, "float32": 163},
+    # AMD's data sheets. A device of the MI250X is one of its two dies.
+    r"MI355X": {"bfloat16": 2517, "float16": 2517, "float32": 157},
+    r"MI350X": {"bfloat16": 2307, "float16": 2307, "float32": 144},
+    r"MI300X|MI325X": {"bfloat16": 1307, "float16": 1307, "float32": 163},
     r"MI250X": {"bfloat16": 191, "float16": 191, "float32": 47.9},
 }
+# A name goes on with a word that says nothing of the speed: A100X, L40G, RTX 4090 D and RTX 4090 Laptop are others.
+_END = r"(?!\w| D\b| Laptop)"
 
 
 def peak_flops(device: str, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of a device of this name; None: `PEAK_TFLOPS` lacks it, or it is a part of a device."""
     if "MIG" in device:
         return None
-    rates = next(
-        (rates for name, rates in PEAK_TFLOPS.items() if re.search(rf"(?<!\w)(?:{name})(?!\d|\w*X\b)", device)), {}
-    )
+    rates = next((rates for name, rates in PEAK_TFLOPS.items() if re.search(rf"(?<!\w)(?:{name}){_END}", device)), {})
     rate = rates.get(str(dtype).removeprefix("torch."))
     return None if rate is None else rate * 1e12
 
