@@ -184,7 +184,7 @@ def test_a_refused_tensor_is_named_and_the_next_weights_are_taken(model: Path, m
     actor = changed(model)
     engine = NativeRanks(model, dims=ParallelDims(tp=2), device="cpu", seconds=60.0)
     try:
-        monkeypatch.setattr(engine._own, "load", partial(Wrong.load, engine._own))
+        monkeypatch.setattr(engine._first, "load", partial(Wrong.load, engine._first))
         with pytest.raises(ValueError, match="is refused"):
             engine.load(actor.stream_weights())
         monkeypatch.undo()

@@ -21,11 +21,11 @@ from parallel_layers.device import GPU, gpu
 from parallel_models import SamplingOptions
 from rl_train.engines.interface import Request, Responses, Step
 from rl_train.engines.native import Native
-from rl_train.engines.process import load_into
+from rl_train.engines.process import engine_process, load_into
 from rl_train.processes.child import Child
 from rl_train.processes.errors import ProcessLost
-from rl_train.processes.host import Call, Process
-from rl_train.processes.times import LIFE_SECONDS, REPORT_SECONDS, START_SECONDS
+from rl_train.processes.host import Call
+from rl_train.processes.times import LIFE_SECONDS, REPORT_SECONDS
 from rl_train.processes.worker import Calls
 from rl_train.weight_sync.buckets import NamedTensors
 from rl_train.weight_sync.receiver import WeightReceiver
@@ -57,22 +57,17 @@ class NativeRanks:
         )
         meeting = _Meeting(self._store.port, dims.world_size, seconds)
         make = partial(_Rank, str(model), dims=dims, **options)
-        limits: dict[str, Any] = {
-            "start_limit": seconds,
-            "limit": seconds,
-            "silence": 60.0,
-            "first_sign": START_SECONDS,
-        }
         launch = partial(Child, "rl_train.engines.native_ranks:main", path=[os.getcwd(), *filter(None, sys.path)])
         self._others = [
-            Process(f"rank {rank}", launch, start=(make, meeting, rank), **limits) for rank in range(1, dims.world_size)
+            engine_process(f"rank {rank}", launch, (make, meeting, rank), 60.0, seconds)
+            for rank in range(1, dims.world_size)
         ]
         self._closed, self._sender = threading.Event(), WeightSender()
         for other in self._others:
             other.start()
         threading.Thread(target=self._watch, daemon=True).start()
         try:
-            self._own = meeting.join(make, 0)
+            self._first = meeting.join(make, 0)
             for other in self._others:
                 other.ready()
             self._receivers: list[tuple[str, str]] = self._call("receiver")
@@ -96,7 +91,7 @@ class NativeRanks:
     def receive(self, messages: Sequence[WeightMessage]) -> None:
         """See `WorkerEngine`."""
         calls = [other.submit("receive", message) for other, message in zip(self._others, messages[1:], strict=True)]
-        _results(calls, lambda: self._own.receive(messages[0]))
+        _results(calls, lambda: self._first.receive(messages[0]))
 
     def shards(self) -> list[TargetShards]:
         """See `ShardedEngine`."""
@@ -131,7 +126,7 @@ class NativeRanks:
         """See `LocalEngine`."""
         self._sender.close()
         self._end_others()
-        self._own.close()
+        self._first.close()
 
     def _end_others(self) -> None:
         self._closed.set()
@@ -141,7 +136,7 @@ class NativeRanks:
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every rank; return the result of each rank, or raise the first error."""
         calls = [other.submit(method, *arguments) for other in self._others]
-        return _results(calls, partial(getattr(self._own, method), *arguments))
+        return _results(calls, partial(getattr(self._first, method), *arguments))
 
     def _watch(self) -> None:
         """End this process when another rank is lost."""
@@ -164,22 +159,22 @@ def main(pipe: Connection[Any, Any]) -> None:
     """Hold a rank of the engine and answer calls until the caller is gone; the main function of the process."""
     calls = Calls(pipe)
     calls.send_signs()
-    own: _Rank
+    engine: _Rank
     for call in calls:
         match call.method:
             case "start":
                 try:
                     make, meeting, rank = call.arguments()
-                    own = meeting.join(make, rank)
+                    engine = meeting.join(make, rank)
                     call.answer()
                 except BaseException as error:
                     call.fail(error)
             case "begin" | "step" as method:
-                call.run(partial(_draw, getattr(own, method)))
+                call.run(partial(_draw, getattr(engine, method)))
             case "alive":
                 call.answer()
             case method:
-                call.run(getattr(own, method))
+                call.run(getattr(engine, method))
 
 
 class _Rank(Native):
@@ -216,12 +211,12 @@ class _Meeting(NamedTuple):
         return make()
 
 
-def _results(calls: Sequence[Call], own: Callable[[], Any]) -> list[Any]:
+def _results(calls: Sequence[Call], local: Callable[[], Any]) -> list[Any]:
     """Call a function on this rank beside calls of the others; return all results, or raise the error with a cause."""
     errors = list[BaseException]()
     result = None
     try:
-        result = own()
+        result = local()
     except Exception as error:
         if any(map(_is_lost, calls)):
             os._exit(1)

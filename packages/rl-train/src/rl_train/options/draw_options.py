@@ -54,8 +54,8 @@ class GenerateOptions(Options):
 
     def train_options(self, out: Path, **further: Any) -> TrainOptions:
         """Return the options of a run that draws these responses in its evaluation; `out` is an empty folder."""
-        own = {"prompts", "out", "samples", "temperature", "top_p"}
-        values = {name: self.value(name) for name in self.names() & TrainOptions.names() - own}
+        replaced = {"prompts", "out", "samples", "temperature", "top_p"}
+        values = {name: self.value(name) for name in self.names() & TrainOptions.names() - replaced}
         groups = {name.partition(".")[0] for name in values if "." in name}
         values = {name: value for name, value in values.items() if "." not in name}
         values |= {name: getattr(self, name) for name in groups} | {"sampling.max_new_tokens": self.max_new_tokens}

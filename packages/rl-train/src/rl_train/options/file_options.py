@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -156,31 +157,27 @@ class DistillOptions(FileOptions):
         return self.teacher
 
 
-def mistakes(options: FileOptions) -> list[str]:
-    """Return what excludes each other among the options of a recipe."""
-    found = []
+def mistakes(options: FileOptions) -> Iterator[str]:
+    """Yield what excludes each other among the options of a recipe."""
     if options.epochs is not None and "steps" in options.model_fields_set:
-        found.append(f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one")
+        yield f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one"
     if options.epochs is not None and options.data.shuffle_buffer:
-        found.append(f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead")
+        yield f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead"
     if options.keeps_best and options.evaluation.dataset is None:
-        found.append("evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out")
+        yield "evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out"
     if isinstance(options, DpoOptions):
         of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
         defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-        found += [
-            f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
-            for name, loss in of_loss.items()
-            if options.loss != loss and options.value(name) != defaults[name]
-        ]
+        for name, loss in of_loss.items():
+            if options.loss != loss and options.value(name) != defaults[name]:
+                yield f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
         if options.loss == "simpo" and options.reference is not None:
-            found.append(f"loss=simpo has no reference; leave reference={options.reference} out")
+            yield f"loss=simpo has no reference; leave reference={options.reference} out"
     if isinstance(options, DistillOptions):
         mixes = options.divergence not in ("forward_kl", "reverse_kl")
         if mixes != (options.mixture is not None and 0 < options.mixture < 1):
             fix = "needs a mixture between 0 and 1" if mixes else "takes no mixture"
-            found.append(f"divergence={options.divergence} {fix}, got {options.mixture}")
-    return found
+            yield f"divergence={options.divergence} {fix}, got {options.mixture}"
 
 
 # The options of each command that learns from a file.

@@ -145,8 +145,8 @@ class Options(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_groups(cls, given: Any) -> Any:
-        entries = flattened(given, cls.names(), cls.groups())
+    def _in_groups(cls, values_or_groups: Any) -> Any:
+        entries = flattened(values_or_groups, cls.names(), cls.groups())
         values = {name: value for _, name, value in entries if value is not None}
         return unflattened(cls.filled(values))
 

@@ -80,13 +80,13 @@ def _fastest(
         planned = plan_models(model, options, **models)
         return planned if planned.peak <= limit else None
 
-    given = options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
+    saves = options.recompute is not None or options.tiled_mlp is not None or options.offload_activations
     optimizers = [(0.0, options)]
-    if not given and not options.optimizer.offload:
+    if not saves and not options.optimizer.offload:
         on_host = replace(options, optimizer=replace(options.optimizer, offload=True))
         optimizers.append((OFFLOADED_OPTIMIZER, on_host))
     for cost_of_optimizer, base in optimizers:
-        for cost, savings in SAVINGS[:1] if given else SAVINGS:
+        for cost, savings in SAVINGS[:1] if saves else SAVINGS:
             if (planned := plan(replace(base, **savings))) is not None:
                 plans = [(cost, planned)]
                 if savings.keys() == {"recompute"}:
