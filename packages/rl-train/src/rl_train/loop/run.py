@@ -169,29 +169,19 @@ def rollouts_of(checked_run: CheckedRun, actor: Policy) -> RolloutEngine:
         )
         weight_format = dataclasses.replace(WeightFormat.of_weights(options.model), starts_empty=True)
         return EngineOnRanks(actor, options.model, start, ranks=[0], weight_format=weight_format)
-    if options.rollouts.engine != "vllm":
-        if options.engine_devices is None:
-            return _in_process(actor, options)
-        return SeparateEngine(
-            actor,
-            options.model,
-            devices=options.engine_devices,
-            dims=ParallelDims.parse(options.rollouts.dims),
-            timeout=options.collective_timeout,
-            in_flight=options.rollouts.in_flight,
-            changed_only=options.rollouts.changed_weights,
-            **_separate_options(checked_run),
-        )
-    return VllmEngine(
-        actor,
-        options.model,
-        devices=options.engine_devices,
-        dims=ParallelDims.parse(options.rollouts.dims),
-        timeout=options.collective_timeout,
-        in_flight=options.rollouts.in_flight,
-        lora=options.lora if options.rollouts.adapter else None,
-        **_vllm_options(checked_run),
-    )
+    if options.rollouts.engine != "vllm" and options.engine_devices is None:
+        return _in_process(actor, options)
+    settings: dict[str, Any] = {
+        "devices": options.engine_devices,
+        "dims": ParallelDims.parse(options.rollouts.dims),
+        "timeout": options.collective_timeout,
+        "in_flight": options.rollouts.in_flight,
+        **_engine_options(checked_run),
+    }
+    if options.rollouts.engine == "vllm":
+        lora = options.lora if options.rollouts.adapter else None
+        return VllmEngine(actor, options.model, lora=lora, **settings)
+    return SeparateEngine(actor, options.model, changed_only=options.rollouts.changed_weights, **settings)
 
 
 def _native_options(options: TrainOptions) -> dict[str, Any]:
@@ -206,14 +196,12 @@ def _native_options(options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def _separate_options(checked_run: CheckedRun) -> dict[str, Any]:
-    options = checked_run.options
-    further = {"dtype": options.engine.dtype, "max_length": checked_run.longest}
-    return _native_options(options) | further | {"stale_cache": options.rollouts.stale_cache}
-
-
-def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
-    options, rollouts = checked_run.options, checked_run.options.rollouts
+def _engine_options(checked_run: CheckedRun) -> dict[str, Any]:
+    """Return the options of an engine beside the policy: of `Vllm`, or of `Native`."""
+    options, rollouts, longest = checked_run.options, checked_run.options.rollouts, checked_run.longest
+    if rollouts.engine != "vllm":
+        further = {"dtype": options.engine.dtype, "max_length": longest, "stale_cache": rollouts.stale_cache}
+        return _native_options(options) | further
     return {
         "memory": rollouts.memory,
         "dtype": plain(options.engine.dtype),
@@ -222,7 +210,7 @@ def _vllm_options(checked_run: CheckedRun) -> dict[str, Any]:
         "routing": rollouts.routing,
         "max_num_seqs": rollouts.max_sequences,
         "kv_cache_memory_bytes": None if rollouts.cache_gib is None else int(rollouts.cache_gib * 2**30),
-        "max_model_len": min(checked_run.longest, checked_run.positions or checked_run.longest),
+        "max_model_len": min(longest, checked_run.positions or longest),
     }
 
 
@@ -243,7 +231,7 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
         rewards = stack.enter_context(closing(Rewards(options)))
         rewards.progress = Counts(on_event)
         on_event({"phase": "starting"})
-        resources = Resources() if options.device is None else Resources(device=options.device)
+        resources = Resources(device=options.device)
         placement = stack.enter_context(Placement(options.grid.world_size, resources))
         if placement.accelerator == "CPU":
             cpu = Devices.find("cpu")
@@ -268,20 +256,19 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
             teacher = TeacherEngine(partial(_teacher, checked_run), None)
             models = dataclasses.replace(models, teacher=stack.enter_context(closing(teacher)))
         on_event({"phase": "starting the rollouts"})
-        apart = options.rollouts.devices is not None
-        if options.rollouts.engine != "vllm" and not apart:
+        is_vllm = options.rollouts.engine == "vllm"
+        if not is_vllm and options.rollouts.devices is None:
             rollouts = stack.enter_context(closing(_in_process(models.actor, options)))
         else:
             dims = ParallelDims.parse(options.rollouts.dims)
+            settings = _engine_options(checked_run) | {"dims": dims}
             if not shares_devices:
                 devices = int(options.rollouts.devices or 0)
                 placement = stack.enter_context(Placement(devices, resources, per_bundle=dims.world_size))
-            is_vllm = options.rollouts.engine == "vllm"
             # The native engine rounds by itself.
             weight_format = WeightFormat.of_weights(options.model, options.rollouts.quantization if is_vllm else None)
             kind: Callable[..., LocalEngine] = Vllm if is_vllm else native_engine
-            settings = _vllm_options(checked_run) if is_vllm else _separate_options(checked_run)
-            settings |= {"dims": dims} | ({} if is_vllm else {"seconds": options.collective_timeout})
+            settings |= {} if is_vllm else {"seconds": options.collective_timeout}
             if options.rollouts.adapter and options.lora is not None:
                 weight_format, settings["adapter"] = adapters_of(options.lora, options.model)
             engine = EngineOnRay(
