@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,7 +199,7 @@ def draw(folder: Path, chat_model: Path) -> Iterator[Draw]:
         opened.append(Rewards(options))
         said: list[str] = []
         checked_run, engine = CheckedRun(options, prompts, [], (END,), None), Echo()
-        once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
+        once = lambda make: pickle.loads(pickle.dumps(make()))  # noqa: E731
         episodes = AgentEpisodes(checked_run, engine, opened[-1], once, said.append)  # type: ignore[arg-type]
         batch = episodes.draw(prompts, SamplingOptions(24, n=n, stop_ids=[END])).result()
         return batch, engine, said

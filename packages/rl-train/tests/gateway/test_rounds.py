@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rl_train.engines.interface import Request
 from rl_train.gateway.rounds import Round, RoundService
 from rl_train.trajectories.episodes import batch_of_episodes
 from rl_train.trajectories.recorder import Recorder
-from rl_train.trajectories.samples import Sample, from_json, part_of, to_json
+from rl_train.trajectories.samples import part_of
 
 LAYERS, EXPERTS, VOCABULARY = 2, 4, 32
 SIZES = {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -48,7 +47,7 @@ class Mixture:
 
 
 def test_experts_of_all_calls_are_replayed(tmp_path: Path) -> None:
-    """Three turns, each drawn in several rounds, go to other ranks as JSON; one pass gives the log-probs of all."""
+    """Three turns, each drawn in several rounds; one pass gives the log-probs of all."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -69,8 +68,7 @@ def test_experts_of_all_calls_are_replayed(tmp_path: Path) -> None:
             service.give(engine.generate(asked), [])
         tokens = recorder.record(call, part_of(future.result())).tokens
     (sample,) = recorder.samples
-    sent = json.loads(json.dumps(to_json(sample)))
-    batch = batch_of_episodes([[from_json(Sample(prompt, None, 40, prompt.tokens), sent)]])
+    batch = batch_of_episodes([[sample]])
     assert int(batch.mask.sum()) == 15
     assert (batch[ROUTING] >= 0).all(-1).all(-1).tolist() == [True] * 20 + [False]
     recorded = batch["log_probs"][batch.mask]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -75,7 +76,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         opened.append(rewards)
         said: list[str] = []
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Echo()
-        once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
+        once = lambda make: pickle.loads(pickle.dumps(make()))  # noqa: E731
         episodes = AgentEpisodes(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
         batch = episodes.draw(prompts, SamplingOptions(12, n=n, stop_ids=[END])).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)

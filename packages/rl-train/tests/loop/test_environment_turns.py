@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -80,7 +81,7 @@ def draw(chat_model: Path, tmp_path: Path) -> Iterator[Draw]:
         opened.append(rewards)
         said: list[str] = []
         checked_run, engine = CheckedRun(resolved, prompts, [], (END,), None), Scripted(responses)
-        once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
+        once = lambda make: pickle.loads(pickle.dumps(make()))  # noqa: E731
         talks = EnvironmentTurns(checked_run, engine, rewards, once, said.append)  # type: ignore[arg-type]
         batch = talks.draw(prompts, SamplingOptions(resolved.sampling.max_new_tokens, n=n)).result()
         return batch, engine, said, Scorer(checked_run, rewards, once, said.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -64,7 +65,7 @@ def talks(chat_model: Path, tmp_path: Path) -> Talks:
         options = TrainOptions(model=chat_model, prompts=file, environment="talks:Talk", max_new_tokens=30)
         prompts = read_prompts(file, chat_model, 99)
         checked_run = CheckedRun(options, prompts, [], (), None)
-        once = lambda make: json.loads(json.dumps(make()))  # noqa: E731
+        once = lambda make: pickle.loads(pickle.dumps(make()))  # noqa: E731
         rewards = SimpleNamespace(environments=environments)
         conversations: Any = EnvironmentTurnsInFlight(checked_run, engine, rewards, once, print)  # type: ignore[arg-type]
         return conversations, partial(conversations.draw, prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from rl_train.trajectories.episodes import (
     with_episode_weights,
 )
 from rl_train.trajectories.recorder import Recorder
-from rl_train.trajectories.samples import Sample, from_json, part_of, to_json
+from rl_train.trajectories.samples import Sample, part_of
 
 PROMPT = Prompt([1, 2, 3], {}, 1)
 # The draws of the samples of each episode: three samples, one, none, two.
@@ -75,18 +74,6 @@ def test_samples_of_an_episode_stand_together(batch: Batch) -> None:
     assert sums["failed"] == [0, 0, 1, 0]
     assert describe(batch)["turns"] == 1.5
     assert batch[VERSION][batch.mask].unique().tolist() == [7]
-
-
-def test_json_carries_samples_to_other_ranks(episodes: list[list[Sample]], batch: Batch) -> None:
-    values = json.loads(json.dumps([[to_json(sample) for sample in samples] for samples in episodes]))
-    new = Sample(PROMPT, None, 50, PROMPT.tokens)
-    other = batch_of_episodes([[from_json(new, sample) for sample in samples] for samples in values])
-    assert other.lengths == batch.lengths
-    assert torch.equal(other.tokens, batch.tokens)
-    assert torch.equal(other.mask, batch.mask)
-    assert {name: rows.tolist() for name, rows in other.fields.items()} == {
-        name: rows.tolist() for name, rows in batch.fields.items()
-    }
 
 
 def test_an_episode_weighs_as_its_aggregation_says(batch: Batch) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
+from ckpt.transfer import agree_on_first
 from parallel_layers import ParallelDims
 from parallel_layers.device import ASKS_NVML, GPU
 from rl_train.cluster.addresses import interface_of
@@ -354,6 +355,14 @@ def _end_with_the_launcher() -> None:
     assert launcher is not None
     launcher.join()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Call `make` on the first rank alone; return its value, which is pickled, or raise its error, on every rank."""
+    values = [agree_on_first(make, group)]
+    if group is not None:
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def _join(setup: _Setup) -> None:

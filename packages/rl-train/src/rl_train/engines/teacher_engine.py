@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.transfer import agree_on_first
 from rl_models import Batch
 from rl_models.calls import TEACHER_IDS, TEACHER_LOG_PROBS, divide
+from rl_train.cluster.launch import from_first
 from rl_train.engines.interface import ReadingEngine
 from rl_train.engines.sequence_log_probs import SequenceLogProbs
 from rl_train.processes.errors import ProcessLost
@@ -92,10 +92,7 @@ class TeacherEngine:
         """
         engine = self._engine
         rows = [sequence.tolist() for sequence in batch.split()]
-        shared = [agree_on_first(lambda: None if engine is None else engine.read(rows, top_k), self._group)]
-        if self._group is not None:
-            dist.broadcast_object_list(shared, group=self._group, group_src=0)
-        results: list[SequenceLogProbs] = shared[0] or []
+        results: list[SequenceLogProbs] = from_first(lambda: engine and engine.read(rows, top_k), self._group)
         if not top_k:
             return {"reference_log_probs": torch.cat([result.log_probs for result in results])}
         return {

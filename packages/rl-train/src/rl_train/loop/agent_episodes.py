@@ -25,7 +25,7 @@ from rl_train.loop.checked_run import CheckedRun
 from rl_train.rewards.function import Rewards
 from rl_train.trajectories.episodes import batch_of_episodes
 from rl_train.trajectories.recorder import Recorder
-from rl_train.trajectories.samples import Sample, from_json, to_json
+from rl_train.trajectories.samples import Sample
 
 # Tokens of a round of the policy itself, which keeps keys and values from one call to the next.
 _ROUND_TOKENS = 64
@@ -83,11 +83,9 @@ class AgentEpisodes:
         episodes = None if self.rewards is None else Episodes(self, rows, sampling)
         if episodes is not None and self.in_flight:
             episodes.begin()
-        return BatchFuture(partial(self._end, rows, episodes, sampling), episodes)
+        return BatchFuture(partial(self._end, episodes, sampling), episodes)
 
-    def _end(
-        self, rows: Sequence[Prompt], episodes: Episodes | None, sampling: SamplingOptions, future: BatchFuture
-    ) -> Batch:
+    def _end(self, episodes: Episodes | None, sampling: SamplingOptions, future: BatchFuture) -> Batch:
         """Draw until all episodes have ended, and return their samples on all ranks."""
         if self.in_flight:
             while self.once(lambda: episodes and self.service.wait(episodes.ended)):
@@ -96,14 +94,8 @@ class AgentEpisodes:
                     service.resume()
         else:
             self._draw_rounds(episodes, sampling)
-        ended = self.once(lambda: episodes and episodes.samples())
-        limit = self.checked_run.longest
-        return batch_of_episodes(
-            [
-                [from_json(Sample(prompt, None, limit, prompt.tokens), sample) for sample in samples]
-                for prompt, samples in zip(rows, ended, strict=True)
-            ]
-        )
+        batch: Batch = self.once(lambda: episodes and batch_of_episodes(episodes.samples()))
+        return batch
 
     def _draw_rounds(self, episodes: Episodes | None, sampling: SamplingOptions) -> None:
         """Begin the episodes, and draw for them until they have ended."""
@@ -176,8 +168,8 @@ class Episodes:
         """See `Pending`: the version when the first episode began."""
         return self._version
 
-    def samples(self) -> list[list[Any]]:
-        """Return the samples of each episode as JSON values, with their rewards."""
+    def samples(self) -> list[list[Sample]]:
+        """Return the samples of each episode, with their rewards."""
         for session, end, row in zip(self._sessions, self._ends, self._rows, strict=True):
             reward, error = end.result()
             reward = session.reward if reward is None else reward
@@ -191,7 +183,7 @@ class Episodes:
                 self._owner.tell(
                     f"agents ask for other {', '.join(sorted(names))} than the run, which draws all tokens"
                 )
-        return [[to_json(sample) for sample in session.recorder.samples] for session in self._sessions]
+        return [session.recorder.samples for session in self._sessions]
 
     def _fails(self, row: Prompt, error: str | None) -> bool:
         """Say whether an agent failed; ValueError for the first failure unless failures count as 0."""

@@ -18,7 +18,7 @@ from rl_train.environments.worker import Turn
 from rl_train.gateway.service import PoolFuture, PoolService
 from rl_train.loop.environment_turns import EnvironmentAnswers, EnvironmentTurns, Episode
 from rl_train.trajectories.recorder import Call
-from rl_train.trajectories.samples import batch_of, from_json, part_of, to_json
+from rl_train.trajectories.samples import Sample, batch_of, part_of
 
 
 @dataclass
@@ -48,8 +48,9 @@ class EnvironmentTurnsInFlight(EnvironmentTurns):
             cast(EngineOnRanks, self.engine).repeat_sync()
             if turns is not None:
                 self.service.resume()
-        ended = self.once(lambda: turns and turns.samples())
-        return batch_of([from_json(episode.sample, values) for episode, values in zip(episodes, ended, strict=True)])
+        # All ranks have the images.
+        batch = self.once(lambda: turns and replace(batch_of(turns.samples()), visual=()))
+        return replace(batch, visual=tuple(episode.sample.visual for episode in episodes))
 
 
 class TurnsInFlight:
@@ -81,13 +82,13 @@ class TurnsInFlight:
         versions = (turn.drawing.version() for turn in list(self._first) if turn.drawing is not None)
         return min((version for version in versions if version is not None), default=None)
 
-    def samples(self) -> list[list[Any]]:
-        """Return the samples of the episodes as JSON values, or raise the error of one."""
+    def samples(self) -> list[Sample]:
+        """Return the samples of the episodes, or raise the error of one."""
         for message in self._messages:
             self._owner.tell(message)
         if self._error is not None:
             raise self._error
-        return [to_json(episode.sample) for episode in self._episodes]
+        return [episode.sample for episode in self._episodes]
 
     def _run(self, step: Callable[..., None], *arguments: Any) -> None:
         """Run a step in the owner's thread; its error ends the draw, and no later step runs."""

@@ -35,7 +35,7 @@ class Recipe(ABC):
     every rank has a recipe and takes the same steps.
 
     Attributes:
-        once: Calls a function on one rank and returns its JSON value on all.
+        once: Calls a function on one rank and returns its value, which is pickled, on all.
         tell: Called with the metrics of every step and with messages.
         writes: Whether this process writes the files of the run.
         seconds: The seconds of each phase of the current step, as metrics.

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from ckpt import Checkpoint
 from ckpt.files import lock_file
-from ckpt.transfer import agree_on_first, all_gather_json
 from parallel_layers import ParallelDims
 from rl_models.api import ModelCalls, WholeBatches, Worker
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
+from rl_train.cluster.launch import Devices, from_first, prepare, run_on_ranks, slow_imports
 from rl_train.cluster.machines import Machines
 from rl_train.loop.checked_models import dtype_message
 from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned, write_options
@@ -133,8 +131,8 @@ class LocalRank(Generic[Run]):
 
     @cached_property
     def once(self) -> Callable[[Callable[[], Any]], Any]:
-        """Return a function that calls another one on the first rank alone, and returns its JSON value on all."""
-        return partial(_from_first, group=self.workers[0].grid.everyone)
+        """Return a function that calls another one on the first rank alone, and returns its value on all."""
+        return partial(from_first, group=self.workers[0].grid.everyone)
 
 
 def on_ranks(
@@ -192,8 +190,3 @@ class ModelMaker:
         if self._throughput is None:
             return model
         return self._throughput.counted(model, Checkpoint(path), kind.role, arguments["lora"])
-
-
-def _from_first(make: Callable[[], Any], group: ProcessGroup | None) -> Any:
-    """Call `make` on the first rank alone; return its JSON value, or raise its error, on every rank."""
-    return all_gather_json(agree_on_first(make, group), group)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ SAMPLING_MASK = "sampling_mask"
 # A field of the batch, `[T, 5]`: the numbers `COLUMNS` of each turn at its last token, 0 elsewhere.
 TURNS = "turns"
 COLUMNS = ("turns", "environment_reward", "tool_errors", "truncated", "failed")
-# The value of a field at tokens that no call has drawn, and its dtype in JSON.
+# The value of a field at tokens that no call has drawn.
 _FILLERS = {VERSION: -1, ROUTING: -1}
-_DTYPES = {"log_probs": torch.float32, VERSION: torch.int64}
 
 
 class Part(NamedTuple):
@@ -165,30 +164,3 @@ def _write(fields: dict[str, Tensor], name: str, total: int, begin: int, values:
     if name not in fields:
         fields[name] = values.new_full((total, *values.shape[1:]), _FILLERS.get(name, 0), device="cpu")
     fields[name][begin : begin + len(values)] = values.cpu()
-
-
-def to_json(sample: Sample) -> list[Any]:
-    """Return what is drawn of a sample as JSON values, for other ranks."""
-    parts = [
-        (begin, end, {name: values.tolist() for name, values in part.items()}) for begin, end, part in sample.parts
-    ]
-    return [sample.tokens, parts, sample.turns, None if sample.routing is None else sample.routing.tolist()]
-
-
-def from_json(sample: Sample, values: Sequence[Any]) -> Sample:
-    """Return the sample with what `to_json` gave, and its own prompt, images and limit."""
-    tokens, parts, turns, routing = values
-
-    def fields(part: dict[str, list[Any]]) -> dict[str, PerToken]:
-        return {
-            name: SamplingMask.from_rows(rows) if name == SAMPLING_MASK else torch.tensor(rows, dtype=_DTYPES[name])
-            for name, rows in part.items()
-        }
-
-    return replace(
-        sample,
-        tokens=tokens,
-        parts=[(begin, end, fields(part)) for begin, end, part in parts],
-        turns=[(position, numbers) for position, numbers in turns],
-        routing=None if routing is None else torch.tensor(routing, dtype=torch.int16),
-    )
