@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,32 @@ def test_every_source_gives_the_tokens_and_pixels_of_the_image(model: Path, tmp_
         assert one.mm_token_type_ids.tolist() == [0, 1, 0, 0, 0]
         assert torch.equal(one.pixel_values, found[0].pixel_values)
         assert [image.size for image in one.images] == [(8, 8)]
+
+
+def test_images_at_urls_are_relative_to_the_rows(
+    model: Path, tmp_path: Path, upload: Callable[[Path, str], None]
+) -> None:
+    (tmp_path / "pictures").mkdir()
+    red = save_pictures(tmp_path / "pictures")["red"]
+    code = base64.b64encode(red.read_bytes()).decode()
+    sources = [{"path": "pictures/red.png"}, {"path": str(red)}, {"image": "memory://seen/pictures/red.png"}]
+    sources += [{"url": f"data:image/png;base64,{code}"}, {"base64": code}]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"messages": question(**source)}) + "\n" for source in sources)
+    )
+    upload(tmp_path, "memory://seen")
+    prompts = read_prompts(Path("memory://seen/prompts.jsonl"), model, 50)
+    assert prompts[0].chat is not None
+    assert prompts[0].chat.messages[0]["content"][0] == {"type": "image", "image": "memory://seen/pictures/red.png"}
+    found = load_images([prompt.chat for prompt in prompts])
+    assert len(found) == 5
+    for one in found:
+        assert one is not None
+        assert found[0] is not None
+        assert torch.equal(one.pixel_values, found[0].pixel_values)
+    missing = [{"messages": question(path="pictures/none.png")}]
+    with pytest.raises(ValueError, match=r"row 1: the image 'pictures/none.png' cannot be read|line 1: the image"):
+        read_prompts(Path("memory://seen/prompts.jsonl"), model, 50, rows=missing)
 
 
 def test_lines_of_a_file_and_the_system_prompt(model: Path, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_train.data.prompts import read_prompts
+from rl_train.data.sources import place
 
 ROWS = [
     {"question": "ab", "answer": "1, or 2"},
@@ -55,6 +58,28 @@ def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+@pytest.mark.parametrize("at_url", [False, True])
+def test_patterns_of_files_and_folders_at_urls(
+    model: Path, tmp_path: Path, upload: Callable[[Path, str], None], kind: str, *, at_url: bool
+) -> None:
+    for name, row in zip("bca", (ROWS[1], ROWS[2], ROWS[0]), strict=True):
+        (tmp_path / name).mkdir()
+        file = write(kind, tmp_path / name, [row]).name
+    upload(tmp_path, "memory://rows")
+    base = "memory://rows" if at_url else tmp_path
+    found = read_prompts(path := Path(f"{base}/*/{file}"), model, 9, columns="text=question")
+    assert [prompt.row["question"] for prompt in found] == [row["question"] for row in ROWS]
+    assert [prompt.line for prompt in found] == [1, 2, 3]
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}, row 2: 4 tokens are more than --max-tokens 3"):
+        read_prompts(path, model, 3, columns="text=question")
+    with pytest.raises(ValueError, match=r"no file matches .*/d/\*; give the pattern of existing files"):
+        read_prompts(Path(f"{base}/d/*"), model, 9)
+    whole = read_prompts(path := Path(f"{base}/a/{file}"), model, 9, columns="text=question")
+    assert [prompt.row["question"] for prompt in whole] == [row["question"] for row in ROWS[:1]]
+    assert place(path, 2).endswith(f"{file}, {'line' if kind in ('jsonl', 'csv') else 'row'} 2")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
 def test_a_local_name_with_a_colon_is_not_of_a_hub(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -88,7 +113,7 @@ def test_columns_that_cannot_be_read_are_named(model: Path, tmp_path: Path, text
         ("a.csv", b'text\n"x\n', "cannot read .*a.csv as CSV: unexpected end of data"),
         ("a.csv", b"text\n\xff\n", "cannot read .*a.csv as CSV: 'utf-8' codec"),
         ("a.csv", b"text\n", "a.csv has no lines"),
-        ("no.csv", None, r"no.csv does not exist; give a .jsonl, .csv or .parquet file, a folder"),
+        ("no.csv", None, r"no.csv does not exist; give a .jsonl, .csv or .parquet file, a pattern"),
         ("folder/other.txt", b"", "folder is no folder that save_to_disk of `datasets` has written"),
         ("folder/dataset_dict.json", b"{}", "folder has the splits test, train; give the folder of one of them"),
     ],

@@ -16,6 +16,7 @@ from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
 from rl_train.loop.folder import write_options
 from rl_train.loop.resume import _BLOCK, _BLOCKS, _file, _plain, changed_inputs, check_options, inputs_of
+from rl_train.options.file_options import SftOptions
 from rl_train.options.names import of_earlier_runs
 from rl_train.options.options import TrainOptions
 
@@ -104,6 +105,26 @@ def test_changed_inputs_are_named(
     # An option that names something else may change, or check_options refuses it.
     other = TrainOptions(**names, eval_prompts=Path("other"), reward="judge_of_resume:f")
     assert changed_inputs(other, inputs()) == []
+
+
+@pytest.mark.parametrize("base", ["memory://rows", None])
+@pytest.mark.parametrize("inside", ["*/rows.jsonl", ""])
+def test_files_of_patterns_and_folders_that_are_not_read_count(
+    base: str | None, inside: str, tmp_path: Path, upload: Callable[[Path, str], None]
+) -> None:
+    def digest() -> dict[str, Any]:
+        upload(tmp_path, "memory://rows")
+        return inputs_of(
+            SftOptions(model=tmp_path, dataset=tmp_path), {"dataset": [Path(f"{base or tmp_path}/{inside}")]}
+        )["dataset"]
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text('{"text": "a"}\n')
+    before = digest()
+    (tmp_path / "b" / "rows.jsonl").write_text('{"text": "aa"}\n')
+    assert before["files"] >= 2
+    assert digest() != before
 
 
 def test_of_a_large_file_blocks_from_its_begin_to_its_end_are_read(tmp_path: Path) -> None:

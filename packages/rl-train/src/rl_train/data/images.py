@@ -10,13 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpt.files import Store
 from rl_train.data.chat import ChatTemplate
+from rl_train.data.sources import opened
 
 if TYPE_CHECKING:
     from rl_models import VisualInputs
 
 # The kinds of parts of a message that a model sees, and the column of a row that holds those without a source.
 _KINDS = {"image": "images", "video": "videos"}
+_ADDRESSES, _LONGEST_NAME = ("http://", "https://", "data:"), 1024
 _SOURCES = ("image", "video", "path", "url", "base64")
 
 
@@ -54,7 +57,7 @@ class ImageChat:
         """Return a chat whose images come from its parts, and for parts without a source from a column of the row.
 
         A part is `{"type": "image"}` with "image", "path", "url" or "base64"; videos alike. A part without one of these
-        takes the next entry of the row's "images". Relative paths begin at the folder `base`.
+        takes the next entry of the row's "images". Relative paths begin at the folder or URL `base`.
         """
         entries = {kind: list(row.get(column) or []) for kind, column in _KINDS.items()}
         num_entries = {kind: len(sources) for kind, sources in entries.items()}
@@ -134,9 +137,11 @@ def _opened(source: Any, base: Path) -> Any:
     """Return a source with its path completed by `base`; a row of `datasets` in Parquet holds bytes."""
     if isinstance(source, Mapping):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
-    if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
-        file = base / source
-        if file.is_file():
+    if isinstance(source, str) and not source.startswith(_ADDRESSES):
+        file = Path(source) if Store.of(source) else base / source
+        if (store := Store.of(file)) is not None and len(source) <= _LONGEST_NAME:  # a longer text is base64
+            return store.url if store.files.exists(store.path) else source
+        if store is None and file.is_file():
             return str(file)
     return source
 
@@ -150,11 +155,14 @@ def _loaded(block: Any) -> Any:
 
     source = block["image"]
     try:
+        if isinstance(source, str) and not source.startswith(_ADDRESSES) and Store.of(source):
+            with opened(Path(source)) as file:
+                source = file.read()
         return {**block, "image": load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)}
     except Exception as error:  # the file, its format, the network or the address is at fault
         raise ValueError(
             f"the image {source!r:.80} cannot be read ({type(error).__name__}); give a file, whose relative path "
-            "begins at the folder of the prompts, an http address, base64 or a PIL image"
+            "begins at the folder of the prompts, a URL of a store, an http address, base64 or a PIL image"
         ) from None
 
 

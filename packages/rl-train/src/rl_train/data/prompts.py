@@ -20,7 +20,8 @@ from rl_train.data.sources import (
     Row,
     csv_rows,
     dataset_rows,
-    hub_files,
+    files_of,
+    is_folder,
     json_lines,
     parquet_rows,
     parse_columns,
@@ -185,25 +186,23 @@ def require_ids(tokens: Iterable[int], vocab_size: int) -> None:
 
 def _rows_of(path: Path, codec: TextCodec, start: int = 0) -> Iterator[Row]:
     """Yield the rows of a source after the first `start` ones; rows of JSON lines are bytes."""
-    if path.suffix == ".parquet" and (path.is_file() or Store.of(path) is not None):
-        return parquet_rows(path, start)
-    return islice(_all_rows_of(path, codec), start, None)
-
-
-def _all_rows_of(path: Path, codec: TextCodec) -> Iterator[Row]:
     for source in (reasoning_gym, verifiers):
         if str(path).startswith(source.PREFIX):
-            return enumerate(source.rows(str(path), "messages" if codec.chats else "text"), 1)
-    if path.is_dir():
-        return dataset_rows(path)
-    if (files := hub_files(str(path))) is not None:
-        return enumerate((row for file in files for _, row in _rows_of(file, codec)), 1)
+            rows = source.rows(str(path), "messages" if codec.chats else "text")
+            return islice(enumerate(rows, 1), start, None)
+    if (files := files_of(str(path))) is not None:
+        rows = (row for file in files for _, row in _rows_of(file, codec))
+        return islice(enumerate(rows, 1), start, None)
+    if is_folder(path):
+        return islice(dataset_rows(path), start, None)
     if Store.of(path) is None and not path.exists():
         raise ValueError(
-            f"{path} does not exist; give a .jsonl, .csv or .parquet file, a folder that `datasets` has saved, data on "
-            "a hub as organisation/name:FILES, or a URL such as s3://bucket/rows.parquet"
+            f"{path} does not exist; give a .jsonl, .csv or .parquet file, a pattern such as 'rows/*.jsonl', a folder "
+            "that `datasets` has saved, data on a hub as organisation/name:FILES, or a URL such as s3://bucket/rows.csv"
         )
-    return (csv_rows if path.suffix == ".csv" else json_lines)(path)
+    if path.suffix == ".parquet":
+        return parquet_rows(path, start)
+    return islice((csv_rows if path.suffix == ".csv" else json_lines)(path), start, None)
 
 
 def vocabulary_size(folder: Path) -> int:

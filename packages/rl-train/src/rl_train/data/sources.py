@@ -13,10 +13,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-from ckpt.files import Store
+from ckpt.files import Store, mirrored
 
 # The number of a row in its source, from 1, and the row by column.
 Row = tuple[int, Any]
@@ -24,8 +25,10 @@ Row = tuple[int, Any]
 
 def place(path: Path, number: int) -> str:
     """Return the text that names a source and the number of a row in errors."""
-    elsewhere = ":" in str(path) and not path.exists()  # a name on a hub, or of an environment
-    return f"{path}, {'row' if path.suffix == '.parquet' or path.is_dir() or elsewhere else 'line'} {number}"
+    # A pattern, or a name on a hub or of an environment.
+    several = _PATTERN.search(str(path)) or (":" in str(path) and Store.of(path) is None)
+    counts_rows = path.suffix == ".parquet" or is_folder(path) or (several and not path.exists())
+    return f"{path}, {'row' if counts_rows else 'line'} {number}"
 
 
 def python_rows(rows: Any) -> Iterator[Row]:
@@ -126,32 +129,45 @@ def csv_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"cannot read {path} as CSV: {error}") from None
 
 
+def is_folder(path: Path) -> bool:
+    """Say whether a path or a URL is a folder."""
+    return path.is_dir() if (store := Store.of(path)) is None else bool(store.files.isdir(store.path))
+
+
 def dataset_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written."""
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-        raise ValueError(f"{path} has the splits {', '.join(splits)}; give the folder of one of them, {path}/SPLIT")
-    if not (path / "dataset_info.json").is_file():
-        raise ValueError(
-            f"{path} is no folder that save_to_disk of `datasets` has written; give a file, or such a folder"
-        )
-    try:
-        import datasets  # an extra
-    except ImportError:
-        raise ValueError(f"{path} needs the library datasets; {_INSTALL}") from None
-    yield from enumerate(datasets.load_from_disk(str(path)), 1)
+    """Yield the rows of a folder that `save_to_disk` of the library `datasets` has written; a URL's is copied first."""
+    with mirrored(path, lambda name: True) as folder:
+        if (folder / "dataset_dict.json").is_file():
+            splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+            raise ValueError(f"{path} has the splits {', '.join(splits)}; give the folder of one of them, {path}/SPLIT")
+        if not (folder / "dataset_info.json").is_file():
+            raise ValueError(
+                f"{path} is no folder that save_to_disk of `datasets` has written; give such a folder, a file, or a "
+                f"pattern of files, such as '{path}/*.parquet'"
+            )
+        try:
+            import datasets  # an extra
+        except ImportError:
+            raise ValueError(f"{path} needs the library datasets; {_INSTALL}") from None
+        yield from enumerate(datasets.load_from_disk(str(folder)), 1)
 
 
-def hub_files(source: str) -> list[Path] | None:
-    """Return the files of a data set on a hub, given as `organisation/name[@revision]:FILES`; None for other sources.
+def files_of(source: str) -> list[Path] | None:
+    """Return the files of a source of several files, in the order of their paths; None for other sources.
 
-    A file or folder of that name on this machine comes first.
+    The source is a pattern, such as `rows/*.parquet` or `s3://bucket/rows/*.jsonl`, or a data set on a hub,
+    `organisation/name[@revision]:FILES`. FILES is the beginning of the files' paths, such as `train` or
+    `main/train-`. A file or folder of that name on this machine comes first.
 
-    FILES is the beginning of the files' paths, such as `train` or `main/train-`. All JSON lines, CSV and Parquet files
-    that begin with it belong together, in the order of their paths.
+    Raises:
+        ValueError: No file matches, or the store or the hub cannot be read.
     """
+    if os.path.lexists(source):
+        return None
+    if _PATTERN.search(source):
+        return _matching(source)
     name, colon, beginning = source.partition(":")
-    if not colon or not beginning or not _HUB.fullmatch(name) or os.path.lexists(source):
+    if not colon or not beginning or not _HUB.fullmatch(name):
         return None
     from parallel_models.engine import download
 
@@ -160,7 +176,23 @@ def hub_files(source: str) -> list[Path] | None:
     return [file for file in files if file.relative_to(folder).as_posix().startswith(beginning)]
 
 
+def _matching(pattern: str) -> list[Path]:
+    store, files = Store.of(pattern), list[Path]()
+    if store is None:
+        files = [Path(name) for name in sorted(glob(pattern, recursive=True))]
+    else:
+        try:
+            store.files.invalidate_cache()
+            files = [Path(store.files.unstrip_protocol(name)) for name in store.files.glob(store.path)]
+        except Exception as error:  # each store has errors of its own
+            raise ValueError(f"{store.url} cannot be read: {error!r:.300}") from None
+    if not files:
+        raise ValueError(f"no file matches {pattern}; give the pattern of existing files")
+    return files
+
+
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_PATTERN = re.compile(r"[*?[]")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _INSTALL = "pip install 'datasets>=4'"
 

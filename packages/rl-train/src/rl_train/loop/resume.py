@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.files import Store
-from rl_train.data.sources import read_json
+from rl_train.data.sources import files_of, is_folder, read_json
 from rl_train.options.fields import as_text
 from rl_train.options.names import of_earlier_runs
 from rl_train.options.run_options import RunOptions
@@ -126,8 +126,12 @@ def _plain(value: Any) -> str:
 
 
 def _files_of(source: Path) -> list[Path]:
-    """Return the files of a source of rows on this machine."""
-    return sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
+    """Return the files of a source of rows."""
+    if source.is_dir():
+        return sorted(file for file in source.rglob("*") if file.is_file())
+    if (files := files_of(f"{source}/**" if is_folder(source) else str(source))) is None:
+        return [source]
+    return [file for entry in files for file in ([entry] if Store.of(entry) else _files_of(entry))]
 
 
 def _file(path: Path) -> bytes:

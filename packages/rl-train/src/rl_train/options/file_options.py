@@ -36,7 +36,7 @@ class FileOptions(RunOptions):
     """The options of a recipe that learns from rows of a file."""
 
     dataset: Sources
-    """Rows: .jsonl, .csv, .parquet, a datasets folder, or organisation/name:FILES; several with commas."""
+    """Rows: .jsonl, .csv, .parquet, a pattern, a datasets folder, a URL or name:FILES of a hub; several with commas."""
     batch_size: Count = 64
     """Number of rows in a step, which is one optimizer step."""
     epochs: Free[Positive | None] = None
