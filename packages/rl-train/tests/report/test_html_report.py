@@ -178,7 +178,7 @@ def test_samples_are_chosen_searched_and_coloured(run: Path, browser: ReportBrow
     browser.set("input[type=search]", "straße")
     assert browser.texts(heads) == ["Step 2, prompt on line 1"]
     browser.set("input[type=search]", "in no sample")
-    assert (browser.texts(heads), browser.texts("[role=status]")) == ([], ["0 of the page's prompts match. "])
+    assert (browser.texts(heads), browser.texts("[role=status]")) == ([], ["0 of the page's prompts match."])
     browser.set("input[type=search]", "")
     browser.set("input[type=range]", "1")
     shades = {}
@@ -199,6 +199,45 @@ def test_samples_are_chosen_searched_and_coloured(run: Path, browser: ReportBrow
     browser.set("label:nth-child(2) select", "nothing")
     assert browser.texts("pre.policy span") == []
     assert browser.problems == []
+
+
+def test_the_page_has_all_responses_that_a_run_has_saved(run: Path, browser: ReportBrowser) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    (run / "rollouts").mkdir()
+    of_all = {"source": "p", "truncated": False, "tokens": [1, 2, 3], "mask": [False, True, True]}
+    of_all |= dict.fromkeys(("log_probs", "versions", "advantages"))
+    for step in (1, 2, 4):
+        rows = [
+            {"step": step, "line": line, "response": number, "sample": sample, "reward": number / 2, **of_all}
+            | {"prompt_text": f"prompt {line}", "response_text": f"of {line}{number}{sample}<|end|>"}
+            for line in (1, 2)
+            for number in range(3)
+            for sample in range(1 + (line == 2 and number == 1))
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), run / "rollouts" / f"step-{step:08d}.parquet")
+    browser.open(write_page(run))
+    browser.check_layout()
+    note, heads = "[role=status]", ".sample > .soft"
+    assert browser.texts(note) == ["The page has 18 of 18 responses."]
+    assert browser.texts(heads) == ["Step 4, prompt on line 1", "Step 4, prompt on line 2"]
+    lengths = [2, 2, 2, 2, 4, 2]
+    kinds = ["worst: reward 0", "response: reward 0.5", "best: reward 1"] * 2
+    shown = [f"{kind}, {length} tokens" for kind, length in zip(kinds, lengths, strict=True)]
+    assert browser.texts(".pair .soft") == shown
+    assert browser.texts(".pair pre.policy")[3:6] == ["of 200<|end|>", "of 210<|end|>", "of 211<|end|>"]
+    browser.set("select", "worst of the run")
+    assert browser.texts(".pair .soft")[:7] == ["worst: reward 0, 2 tokens"] * 6 + ["worst: reward 0.5, 2 tokens"]
+    assert browser.texts(heads)[:3] == [
+        f"Step {step}, prompt on line {line}" for step, line in ((4, 1), (4, 2), (2, 1))
+    ]
+    browser.set("select", "one step")
+    browser.set("input[type=search]", "of 211")
+    assert browser.texts(note) == ["The page has 18 of 18 responses. 3 of the page's prompts match."]
+    (run / "rollouts" / "step-00000002.parquet").unlink()  # then the samples of the run tell more
+    assert content(write_page(run))["total"] == 0
+    (run / "rollouts" / "step-00000002.parquet").write_text("damaged")
+    with pytest.raises(ValueError, match="rollouts cannot be read as Parquet"):
+        write_page(run)
 
 
 # Enough of a browser's document for the page's script; prints [anchor, x, text] of each number of the charts.

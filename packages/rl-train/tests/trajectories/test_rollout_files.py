@@ -1,5 +1,6 @@
 """The Parquet files of `--save-rollouts`, and learning from them."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from rl_train.loop.models import Models
 from rl_train.loop.objective import advantages
 from rl_train.loop.reinforcement import Reinforcement
 from rl_train.options.options import TrainOptions
+from rl_train.trajectories.saved_rollouts import SavedRollouts
 
 SAMPLES, PROMPTS = 3, 2
 
@@ -102,6 +104,34 @@ def test_a_run_that_goes_on_removes_the_files_of_later_steps(loop: Callable[...,
     run.run()
     assert sorted(file.name for file in folder.iterdir()) == ["notes.parquet", "step-00000001.parquet"]
     assert rows_of(run.options.out)
+
+
+@pytest.mark.parametrize("url", [None, "memory://bucket/run"])
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_the_page_shows_what_is_saved_as_the_samples_of_the_run(
+    loop: Callable[..., Loop], upload: Callable[[Path, str], None], url: str | None, *, tokenizer: bool
+) -> None:
+    pytest.importorskip("pyarrow")
+    run = loop(equal_groups="drop", show_every=1)
+    run.run()
+    out, rows = run.options.out, rows_of(run.options.out)
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    (out / "rollouts" / "notes.parquet").write_text("of the user")
+    if url is not None:
+        upload(out, url)
+    saved = SavedRollouts(Path(url or out), str(run.options.model) if tokenizer else "organisation/none")
+    assert saved.rewards == [(1, row["reward"]) for row in rows]
+    prompts = [[(number, read()) for number, read in responses] for responses in saved.prompts_of(1)]
+    assert [[number for number, _ in responses] for responses in prompts] == [[0, 1, 2], [3, 4, 5]]
+    samples = [sample for responses in prompts for _, sample in responses]
+    if not tokenizer:
+        expected = [[{"role": "policy", "text": row["response_text"]}] for row in rows]
+        assert [sample["turns"] for sample in samples] == expected
+        return
+    for line in lines:
+        same = [sample for sample in samples if sample["turns"] == line["turns"]]
+        assert same, "a sample of the run is one of the responses, with the same values of tokens"
+        assert {name: same[0][name] for name in same[0] if name != "prompt"}.items() <= line.items()
 
 
 def test_the_best_responses_are_rows_to_learn_from(loop: Callable[..., Loop], tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from ckpt.cli import printable
 from ckpt.files import Store, mirrored, replacing, room_for
 from rl_train.data.sources import read_json
 from rl_train.report.lines import LINES, read_lines, replace_text
-from rl_train.report.page_samples import evenly_spaced, samples_of_run
+from rl_train.report.page_samples import evenly_spaced, samples_of_lines, samples_of_run
 from rl_train.report.signs import warned
+from rl_train.trajectories.saved_rollouts import SavedRollouts
 
 PAGE = "report.html"
 CURVES = "curves"
@@ -119,8 +120,21 @@ def write_page(folder: Path) -> Path:
         ValueError: The folder holds no run, or one of its files is damaged; the error names the file.
     """
     run = RunFiles(folder)
-    write_content(folder / PAGE, {"runs": [run.content], **charts_of(run.metrics), **samples_of_run(run.samples)})
+    write_content(folder / PAGE, {"runs": [run.content], **charts_of(run.metrics), **_samples(run)})
     return folder / PAGE
+
+
+def _samples(run: RunFiles) -> dict[str, Any]:
+    """Return the samples of a page: rollouts, where the run has saved those of every step, or else `samples.jsonl`."""
+    if find_spec("pyarrow") is None:
+        return samples_of_lines(run.samples)
+    try:
+        rollouts = SavedRollouts(run.folder, run.options["model"])
+        if {record["step"] for record in run.samples} <= {step for step, _ in rollouts.rewards}:
+            return samples_of_run(rollouts.rewards, rollouts.prompts_of)
+    except FileNotFoundError:  # the run saves no rollouts, or removes those of later steps
+        pass
+    return samples_of_lines(run.samples)
 
 
 def write_content(path: Path, content: Mapping[str, Any]) -> None:

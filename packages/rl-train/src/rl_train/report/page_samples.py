@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from heapq import nsmallest
 from typing import Any, TypeVar
+
+from rl_train.trajectories.saved_rollouts import Response
 
 T = TypeVar("T")
 
@@ -25,19 +28,51 @@ def evenly_spaced(entries: Sequence[T], most: int) -> Sequence[T]:
     return [entries[place * (len(entries) - 1) // (most - 1)] for place in range(most)]
 
 
-def samples_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the samples of evenly spaced steps, and the indices of the best and the worst samples of the run."""
-    steps = [list(group) for _, group in groupby(records, lambda record: record["step"])]
-    ordered = sorted(records, key=lambda record: (record["reward"], record["step"]))
-    best = ordered[: -MOST_EXTREME - 1 : -1]
-    worst = sorted(ordered, key=lambda record: (record["reward"], -record["step"]))[:MOST_EXTREME]
-    kept = {id(record): record for record in (*_fitting(steps), *best, *worst)}
-    ordered = sorted(kept.values(), key=lambda record: record["step"])
-    indices = {id(record): index for index, record in enumerate(ordered)}
-    views = {
-        name: [indices[id(record)] for record in extremes] for name, extremes in (("best", best), ("worst", worst))
+def samples_of_run(
+    rewards: Sequence[tuple[int, float]], prompts_of: Callable[[int], Iterable[Sequence[Response]]]
+) -> dict[str, Any]:
+    """Return samples of evenly spaced steps, and the indices of the best and the worst samples of the run.
+
+    Args:
+        rewards: The step and the reward of each response of the run, in the order of the steps.
+        prompts_of: Returns the responses of a step, prompt by prompt, each with its number in `rewards`.
+    """
+    numbers = range(len(rewards))
+    # Of responses with equal rewards the newest ones come first.
+    extremes = {
+        "best": nsmallest(MOST_EXTREME, numbers, lambda number: (-rewards[number][1], -rewards[number][0])),
+        "worst": nsmallest(MOST_EXTREME, numbers, lambda number: (rewards[number][1], -rewards[number][0])),
     }
-    return {"samples": [_shortened(record) for record in ordered], "views": views}
+    wanted = {number for numbers in extremes.values() for number in numbers}
+    spaced = evenly_spaced([*dict.fromkeys(step for step, _ in rewards)], MOST_SAMPLED)
+    kept, room = dict[int, dict[str, Any]](), 0.0
+    for step in sorted({*spaced} | {rewards[number][0] for number in wanted}):
+        begins, is_full = True, step not in spaced
+        room += 0 if is_full else MOST_CHARACTERS / len(spaced)
+        for responses in prompts_of(step):
+            kept |= {number: _shortened(read()) for number, read in responses if number in wanted}
+            if is_full:
+                continue
+            records = {number: _shortened(read()) for number, read in responses}
+            size = sum(map(_characters, records.values()))
+            if is_full := size > room:
+                # A step has one response at least.
+                records = dict([*records.items()][:begins])
+                size = sum(map(_characters, records.values()))
+            kept, room, begins = kept | records, room - size, False
+    indices = {number: index for index, number in enumerate(sorted(kept))}
+    views = {name: [indices[number] for number in numbers] for name, numbers in extremes.items()}
+    return {"samples": [kept[number] for number in sorted(kept)], "views": views, "total": len(rewards)}
+
+
+def samples_of_lines(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `samples_of_run` of the lines of `samples.jsonl`."""
+    steps: dict[int, dict[Any, list[Response]]] = {}
+    for number, record in enumerate(records):
+        prompt = (record.get("line"), record.get("source"))
+        steps.setdefault(record["step"], {}).setdefault(prompt, []).append((number, partial(dict, record)))
+    rewards = [(record["step"], record["reward"]) for record in records]
+    return samples_of_run(rewards, lambda step: steps[step].values()) | {"total": 0}
 
 
 def shared_samples(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -52,19 +87,22 @@ def shared_samples(runs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any
             newest.append({**record, "run": run})
     shared = [[record for records in runs.values() for record in records] for runs in prompts.values() if len(runs) > 1]
     shared.sort(key=lambda records: -max(record["step"] for record in records))
-    chosen = _fitting(shared[:MOST_SAMPLED])
-    return {"samples": [_shortened(record) for record in chosen], "views": {}}
+    return {"samples": _fitting(shared[:MOST_SAMPLED]), "views": {}, "total": 0}
 
 
-def _fitting(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """Return the samples of at most MOST_SAMPLED evenly spaced groups in at most MOST_CHARACTERS, or of one group."""
-    groups = evenly_spaced(groups, MOST_SAMPLED)
-    sizes = [sum(len(json.dumps(_shortened(record))) for record in group) for group in groups]
+def _fitting(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the samples of evenly spaced groups, as many as have at most MOST_CHARACTERS, or those of one group."""
+    shortened = [[_shortened(record) for record in group] for group in groups]
+    sizes = [sum(map(_characters, group)) for group in shortened]
     for count in range(len(groups), 1, -1):
         places = evenly_spaced(range(len(groups)), count)
         if sum(sizes[place] for place in places) <= MOST_CHARACTERS:
-            return [record for place in places for record in groups[place]]
-    return [record for group in groups[-1:] for record in group]
+            return [record for place in places for record in shortened[place]]
+    return [record for group in shortened[-1:] for record in group]
+
+
+def _characters(record: Mapping[str, Any]) -> int:
+    return len(json.dumps(record))
 
 
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +112,7 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
         half, left_out = MOST_OF_PROMPT // 2, len(prompt) - MOST_OF_PROMPT
         prompt = f"{prompt[:half]}\n[{left_out:,} characters are left out here]\n{prompt[-half:]}"
     # Samples of older runs have no turns.
-    turns = record.get("turns", [{"role": "policy", "text": _text(record["response"])}])
+    turns = record["turns"] if "turns" in record else [{"role": "policy", "text": _text(record["response"])}]
     rest = {name: value for name, value in record.items() if name not in ("response", "turns", "prompt")}
     return rest | {"prompt": prompt, "turns": _shortened_turns(turns)}
 
