@@ -84,6 +84,7 @@ class RayModelGroup(ModelCalls):
         self._ranks: Ranks | None = None
         self._bundles: list[int] = []
         self._checkpoint: str | None = None
+        self._methods = methods_of(kind) | GROUP_METHODS
         self._updated, self._affinity = False, PrefixAffinity()
         try:
             self._bundles = self._share.take(dims.world_size, node_runs(dims))
@@ -194,10 +195,6 @@ class RayModelGroup(ModelCalls):
         share, bundles, runs = self._share, self._bundles, node_runs(self.dims)
         self._ranks = Ranks(self.name, share, bundles, runs, self._collective_timeout, self._methods)
         self._loading = self._send("load", (self.worker_class, self._path), {"dims": self.dims, **self._options})
-
-    @property
-    def _methods(self) -> dict[str, Method]:
-        return methods_of(self.worker_class) | GROUP_METHODS
 
     def _running(self) -> Ranks:
         if self._ranks is None:

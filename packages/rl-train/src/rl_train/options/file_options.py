@@ -70,11 +70,6 @@ class FileOptions(RunOptions):
         return self.model_copy(update={"steps": steps, "optimizer": optimizer})
 
     @property
-    def keeps_best(self) -> bool:
-        """Say whether the run keeps the checkpoint of its best evaluation."""
-        return self.evaluation.keep_best
-
-    @property
     def reference_folder(self) -> Path | None:
         """Return the folder of the reference or teacher; None: the policy's own."""
         return None

@@ -169,11 +169,6 @@ class TrainOptions(RunOptions):
         return ["actor", "critic"] if self.separate_critic else ["actor"]
 
     @property
-    def keeps_best(self) -> bool:
-        """Say whether the run keeps the checkpoint of its best evaluation."""
-        return self.evaluation.keep_best
-
-    @property
     def has_reference(self) -> bool:
         """Say whether the run has a reference, for a KL penalty or as a teacher."""
         return self.objective.kl_coefficient > 0 or self.rule.teacher

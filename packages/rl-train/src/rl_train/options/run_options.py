@@ -133,8 +133,8 @@ class RunOptions(Options):
 
     @property
     def keeps_best(self) -> bool:
-        """Say whether the run keeps the checkpoint of its best evaluation."""
-        return False
+        """Say whether the run keeps the checkpoint of its best evaluation; each recipe has this option."""
+        return bool(self.value("evaluation.keep_best"))
 
     @property
     def updates_per_step(self) -> int:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ckpt.transfer import Holdings, ShardCopy, TargetShards, agree_on_first, all_gather_json, plan_copies, rank_in
+from ckpt.transfer import Holdings, ShardCopy, TargetShards, all_gather_json, plan_copies, rank_in
 from rl_models import Policy
 from rl_train.cluster.addresses import listen_on
+from rl_train.cluster.launch import from_first
 from rl_train.weight_sync.buckets import default_bucket_bytes
 from rl_train.weight_sync.changed_values import SentValues, send_changes
 from rl_train.weight_sync.sender import EngineHandle, Receivers, wait_for_all
@@ -166,32 +167,25 @@ class ShardSender:
 
     def _connect(self, weights: Holdings, parties: _Parties, group: ProcessGroup | None) -> str:
         """Make the group and the plans, and return the name under which the first rank publishes them."""
-        check, bucket_bytes, address = self.options
-        senders, receivers = len(parties.devices), sum(map(len, parties.ready))
-        most = bucket_bytes or default_bucket_bytes(parties.backend == "nccl")
-        plans = agree_on_first(
-            lambda: plans_of(
-                plan_copies(weights, self._shards or []),
-                senders,
-                receivers,
-                most,
-                check=check,
-                changed_only=self._changed_only,
-            ),
-            group,
-        )
-        if plans is not None:
-            listener = listen_on(address)
-            where = address, listener.getsockname()[1], 0, senders + receivers, parties.seconds, uuid4().hex
-            first = Rendezvous(parties.backend, *where)
-            self._peers.append(Peer(first, listener))
-            for rank, plan in enumerate(plans):
-                self._peers[0].publish(f"{first.key} {rank}", plan)
-        message = list(first) if plans is not None else []
-        rendezvous = Rendezvous(*all_gather_json(message, group)[0])
-        if plans is None:
+        rendezvous: Rendezvous = from_first(lambda: self._lead(weights, parties), group)
+        if not self._peers:
             self._peers.append(Peer(rendezvous._replace(rank=rank_in(group))))
         return rendezvous.key
+
+    def _lead(self, weights: Holdings, parties: _Parties) -> Rendezvous:
+        """Open the group on the first rank, and publish the plan of each peer."""
+        check, bucket_bytes, address = self.options
+        senders, receivers = len(parties.devices), sum(map(len, parties.ready))
+        copies = plan_copies(weights, self._shards or [])
+        most = bucket_bytes or default_bucket_bytes(parties.backend == "nccl")
+        plans = plans_of(copies, senders, receivers, most, check=check, changed_only=self._changed_only)
+        listener = listen_on(address)
+        where = address, listener.getsockname()[1], 0, senders + receivers, parties.seconds, uuid4().hex
+        rendezvous = Rendezvous(parties.backend, *where)
+        self._peers.append(Peer(rendezvous, listener))
+        for rank, plan in enumerate(plans):
+            self._peers[0].publish(f"{rendezvous.key} {rank}", plan)
+        return rendezvous
 
     def _announce(self, peer: Peer, engines: Sequence[EngineHandle], parties: _Parties, plan: str) -> None:
         ranks = itertools.count(len(parties.devices))
