@@ -49,15 +49,8 @@ _REQUEUE_SECONDS = 30
 class SlurmJob:
     """A job whose nodes each start an equal part of a run's ranks.
 
-    Attributes:
-        command: The command line of the run, such as `["train", "--model", "M"]`.
-        run: The folder of the run.
-        nodes: The number of nodes.
-        gpus_per_node: The number of GPUs of each node; 0: ranks on CPUs.
-        time: The time limit in Slurm's form, such as "04:00:00".
-        save_seconds: The seconds before the time limit at which the run is asked to save.
-        cpus_per_node: The number of CPU cores of each node; None: the job has whole nodes.
-        options: Further options of sbatch, such as "--partition=gpu".
+    Its fields are the options of `rl-train launch slurm`, the command line of the run, such as
+    `["train", "--model", "M"]`, the folder of the run, and further options of sbatch.
     """
 
     command: Sequence[str]

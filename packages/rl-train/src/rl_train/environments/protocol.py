@@ -42,11 +42,7 @@ class Environment:
     tool_format: str = "hermes"
 
     def reset(self, row: Mapping[str, Any]) -> Messages | Awaitable[Messages | None] | None:
-        """Begin a conversation; return its first messages (None: the row's own "messages").
-
-        Args:
-            row: The row of the prompt.
-        """
+        """Begin a conversation about a row; return its first messages (None: the row's own "messages")."""
         return None
 
     def step(self, response: Response) -> Step | Awaitable[Step]:

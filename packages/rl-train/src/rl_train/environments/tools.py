@@ -60,12 +60,9 @@ class Call:
 
 
 def calls_in(text: str, name: str, *, thinking: bool = False) -> list[Call]:
-    """Return the calls in the raw text of a response, in their order.
+    """Return the calls in the raw text of a response, in their order; `name` is a key of `FORMATS`.
 
-    Args:
-        text: The text.
-        name: A key of `FORMATS`.
-        thinking: Whether the text begins within the model's thoughts, as a template may begin an answer.
+    `thinking`: the text begins within the model's thoughts, as a template may begin an answer.
     """
     if thinking:
         end = _THOUGHT_ENDS.search(text)

@@ -29,10 +29,7 @@ from rl_train.options.file_options import DistillOptions, FileOptions
 class FileRecipe(Recipe):
     """Learn from the next rows of a file; each pass over them has another order.
 
-    Attributes:
-        checked_run: The options and the rows.
-        model: The model that learns.
-        reference: The reference or teacher; None: no reference, or the policy without its adapters.
+    `reference` is the reference or teacher; None: no reference, or the policy without its adapters.
     """
 
     checked_run: CheckedExamples

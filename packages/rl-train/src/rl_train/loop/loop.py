@@ -22,11 +22,7 @@ from rl_train.report.terminal import counted
 class Loop:
     """One run. Without Ray every rank has a `Loop` and takes the same steps.
 
-    Attributes:
-        options: The options of the run.
-        options_as_given: The options with the names of a hub, for loggers.
-        recipe: What the run learns from.
-        throughput: Counts the FLOPs of the models; None: they are not counted.
+    `options_as_given` has the names of a hub, for loggers. Without `throughput`, FLOPs are not counted.
     """
 
     options: RunOptions

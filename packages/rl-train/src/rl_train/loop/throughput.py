@@ -25,14 +25,9 @@ _UPDATES = ("update", "forward_backward")
 class Throughput:
     """Counts the FLOPs of the models of a run, and compares them with the peak of its devices.
 
-    Args:
-        options: The options of the run.
-        tell: Called once with a message if the run has no MFU on its accelerators.
-
-    Attributes:
-        devices: The devices of the policy and of the engines beside it.
-        ranks: The devices of the policy.
-        peak: The peak FLOP/s of a device in the run's dtype; None: unknown, and then no FLOPs are counted.
+    `devices` are those of the policy and of the engines beside it, and `ranks` those of the policy. `peak` is the peak
+    FLOP/s of a device in the run's dtype; None: unknown, and then no FLOPs are counted. `tell` is called once
+    with a message if the run has no MFU on its accelerators.
     """
 
     def __init__(self, options: RunOptions, tell: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:

@@ -83,12 +83,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, source: Checkpoint | ModelConfig, role: Role = "causal_lm", lora: Any = None) -> ModelFlops:
-        """Count a model by its config.
-
-        Args:
-            source: The config, or the checkpoint that has it.
-            role: A key of `rl_models.backends.OUTPUTS`.
-            lora: The options or the folder of adapters; None: all weights are trained.
+        """Count a model by its config; `lora` are the options or the folder of adapters, None without.
 
         Raises:
             ValueError: The family is unknown.

@@ -91,10 +91,8 @@ class Channel:
 class Child(Channel):
     """A process that calls `module:function(connection)` in its own session, which Ctrl-C does not reach.
 
-    Args:
-        function: `module:function`; its argument is the other end of the pipe.
-        path: The folders that the process imports from.
-        env: Environment variables in addition to this process's variables.
+    The argument of the function is the other end of the pipe. The process imports from `path`, and has the environment
+    of this process and `env`.
     """
 
     def __init__(self, function: str, *, path: Sequence[str], env: Mapping[str, str] | None = None) -> None:

@@ -77,14 +77,8 @@ class Recorder:
 
     Calls may be in progress at the same time; the methods are called by one thread at a time.
 
-    Args:
-        prompt: The row of the episode.
-        codec: The tokenizer and the chat template.
-        limit: The largest number of tokens of a sample.
-        visual: The images of the prompt.
-
-    Attributes:
-        calls: The recorded calls, in the order of `record`.
+    `limit` is the largest number of tokens of a sample, and `visual` are the images of the prompt. `calls` are the
+    recorded calls, in the order of `record`.
     """
 
     def __init__(self, prompt: Prompt, codec: TextCodec, limit: int, visual: VisualInputs | None = None) -> None:

@@ -33,10 +33,6 @@ class RolloutFiles:
     """Write the responses of each step as a Parquet file, `OUT/rollouts/step-00000001.parquet`.
 
     A run that goes on after an earlier step removes the files of later steps before it writes its first one.
-
-    Args:
-        out: The folder of the run.
-        codec: The tokenizer of the texts.
     """
 
     def __init__(self, out: Path, codec: TextCodec) -> None:
