@@ -9,6 +9,9 @@ delta networks, one of attention, 512 experts each), with their vocabularies, bf
                 transformers, which does not pack these layers right, as many rows of one length, which need no mask.
                 transformers takes the kernels of fla, causal-conv1d and mamba-ssm where they are installed; its head
                 computes all logits in fp32; ours keeps probabilities in bf16 where they fit, as an `Actor` does.
+                Nemotron-H also as Megatron-Core's HybridModel, where Megatron-Core 0.18 is installed: packed, with
+                Transformer Engine's layers where it is there, the kernels of mamba-ssm and causal-conv1d, and our head
+                without kept probabilities.
     long        the same for one sequence of 262144 tokens, ours alone, with every layer recomputed in the backward
     draw        128 prompts of 256 tokens are continued by 256 tokens, by our engine
     draw-vllm   the same by vLLM, on weights that it makes itself
@@ -17,16 +20,20 @@ Peak memory is above the weights and their gradients.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from measure import CUDA, DEVICE, kernel_packages, machine, milliseconds, peak_gib, synchronize, table, write_json
 from rollouts import random_engine, vllm
@@ -96,6 +103,38 @@ def their_step(config: Any, lengths: list[int]) -> Step:
     return step
 
 
+@cache
+def megatron_groups() -> Any:
+    """Return Megatron-Core's grid of this process, which stays to its end."""
+    from megatron_utils import megatron_grid
+    from megatron_utils.testing import cpu_stand_in
+
+    stack = contextlib.ExitStack()
+    if not CUDA:
+        stack.enter_context(cpu_stand_in())
+    dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return stack.enter_context(megatron_grid(ParallelDims(), seed=0)), stack
+
+
+def megatron_step(config: Any, lengths: list[int]) -> Step:
+    """Return a step of Megatron-Core's model on a packed batch."""
+    from megatron_utils.hybrid import build_hybrid
+
+    grid, _ = megatron_groups()
+    hf = config.to_dict() | {"time_step_min": 1e-9}  # Megatron-Core has no limit of the steps
+    layer_spec: Any = "transformer_engine" if find_spec("transformer_engine") else "local"
+    (model,) = build_hybrid(hf, None, grid, dtype=torch.bfloat16, layer_spec=layer_spec)
+    randomise(model.to(DEVICE))
+    packed = PackedSequence.from_sequences([torch.randint(config.vocab_size, (n,), device=DEVICE) for n in lengths])
+    labels = next_token_labels(packed)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(packed, labels, entropy=False).log_probs.sum().backward()
+
+    return step
+
+
 def long_step(config: Any, lengths: list[int]) -> Step:
     """Return a step of our model that computes every layer again in its backward."""
     return our_step(config, lengths, recompute="full")
@@ -137,6 +176,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "steps": {"ours": our_step, "transformers": their_step},
     "long": {"ours": long_step},
 }
+MEGATRON = "Megatron-Core"
+if all(map(find_spec, ("megatron", "mamba_ssm"))) and find_spec("megatron.core.models.hybrid"):
+    STEPS["steps"][MEGATRON] = megatron_step
 DRAWS = {"draw": our_draw, "draw-vllm": their_draw}
 
 
@@ -171,6 +213,8 @@ def main() -> None:
         for kind in args.measure:
             for pack, lengths in packs.get(kind, {}).items():
                 for engine, build in STEPS[kind].items():
+                    if engine == MEGATRON and name != "nemotron_h":  # the other one's layers are two mixers each
+                        continue
                     rows.append((name, pack, engine, *measure_step(build, config, lengths, rounds)))
                     print(*rows[-1], flush=True)
                     free()
