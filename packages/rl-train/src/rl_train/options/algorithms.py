@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 # The names of `parallel_layers.head.linear_distillation`.
@@ -46,64 +47,25 @@ class Algorithm:
         return "k1" if self.kl == "reward" else "k3"
 
 
+# Algorithms that compare eight responses to a prompt, with the KL penalty in the loss.
+_of_groups = partial(Algorithm, kl="loss", samples=8, groups=True)
+
 ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Algorithm("gae", "Schulman et al. 2017, arXiv:1707.06347", critic=True),
-    "grpo": Algorithm(
-        "group-relative",
-        "Shao et al. 2024, arXiv:2402.03300",
-        aggregation="sequence-mean",
-        kl="loss",
-        samples=8,
-        groups=True,
-    ),
+    "grpo": _of_groups("group-relative", "Shao et al. 2024, arXiv:2402.03300", aggregation="sequence-mean"),
     "rloo": Algorithm("leave-one-out", "Ahmadian et al. 2024, arXiv:2402.14740", samples=4, groups=True),
     "reinforce++": Algorithm("returns", "Hu 2025, arXiv:2501.03262"),
-    "dr-grpo": Algorithm(
-        "group-centred",
-        "Liu et al. 2025, arXiv:2503.20783",
-        aggregation="sequence-sum",
-        kl="loss",
-        samples=8,
-        groups=True,
-    ),
-    "cispo": Algorithm(
-        "group-relative",
-        "MiniMax 2025, arXiv:2506.13585",
-        loss="cispo",
-        clip_low=1.0,
-        clip_high=4.0,
-        kl="loss",
-        samples=8,
-        groups=True,
-    ),
-    "sapo": Algorithm(
-        "group-relative",
-        "Gao et al. 2025, arXiv:2511.20347",
-        loss="sapo",
-        aggregation="sequence-mean",
-        kl="loss",
-        samples=8,
-        groups=True,
-    ),
-    "gspo": Algorithm(
+    "dr-grpo": _of_groups("group-centred", "Liu et al. 2025, arXiv:2503.20783", aggregation="sequence-sum"),
+    "cispo": _of_groups("group-relative", "MiniMax 2025, arXiv:2506.13585", loss="cispo", clip_low=1.0, clip_high=4.0),
+    "sapo": _of_groups("group-relative", "Gao et al. 2025, arXiv:2511.20347", loss="sapo", aggregation="sequence-mean"),
+    "gspo": _of_groups(
         "group-relative",
         "Zheng et al. 2025, arXiv:2507.18071",
         loss="gspo",
         aggregation="sequence-mean",
         clip_low=3e-4,
         clip_high=4e-4,
-        kl="loss",
-        samples=8,
-        groups=True,
     ),
-    "dapo": Algorithm(
-        "group-relative",
-        "Yu et al. 2025, arXiv:2503.14476",
-        clip_high=0.28,
-        kl="loss",
-        samples=8,
-        groups=True,
-        equal_groups="resample",
-    ),
+    "dapo": _of_groups("group-relative", "Yu et al. 2025, arXiv:2503.14476", clip_high=0.28, equal_groups="resample"),
     "on-policy-distillation": Algorithm("teacher", "Agarwal et al. 2023, arXiv:2306.13649", teacher=True),
 }

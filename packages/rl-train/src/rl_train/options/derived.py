@@ -27,97 +27,83 @@ def check(options: TrainOptions) -> None:
 
 
 def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
-    """Yield each option, whether it has an effect in this run, and the condition that gives it an effect."""
-    engine, held_out = options.rollouts.engine, options.evaluation.prompts is not None
-    separate = options.rollouts.devices is not None
+    """Yield options, whether they have an effect in this run, and the condition that gives them an effect."""
+    engine, held_out, objective = options.rollouts.engine, options.evaluation.prompts is not None, options.objective
+    separate, ready = options.rollouts.devices is not None, engine in ("native", "vllm")
     apart = engine == "native" and separate
     yield "data.max_turns", options.converses, "an environment of several turns"
-    for name in ("concurrent", "timeout", "max_calls", "max_tokens"):
-        yield (
-            f"agents.{name}",
-            options.runs_agents,
-            "agent=module:function, agent_command or environment=verifiers:TASKSET",
-        )
+    limits = "agents.concurrent agents.timeout agents.max_calls agents.max_tokens"
+    yield limits, options.runs_agents, "agent=module:function, agent_command or environment=verifiers:TASKSET"
     yield "agents.image", options.agent_command is not None, "agent_command"
-    for name in ("container", "memory"):
-        yield f"agents.{name}", options.agents.image is not None, "agents.image"
+    yield "agents.container agents.memory", options.agents.image is not None, "agents.image"
     alone = options.agent is None and options.agent_command is None
     yield "environment", alone, "no agent: both would run the episodes"
     yield "agent_command", options.agent is None, "no other agent"
     yield "teacher.prompts", not options.runs_agents, "no agent, whose own prompts the policy answers"
-    for name in ("model", "dims", "share_backbone"):
-        yield f"critic.{name}", options.rule.critic, "an algorithm with a critic, such as ppo"
-    for name in ("model", "dims", "learning_rate"):
-        yield f"critic.{name}", not options.critic.share_backbone, "a critic without share_backbone"
-    yield "critic.value_coefficient", options.critic.share_backbone, "critic.share_backbone"
-    yield (
-        "reference",
-        options.has_reference,
-        "a kl_coefficient above 0, or algorithm=on-policy-distillation",
-    )
+    critic = "an algorithm with a critic, such as ppo"
+    yield "critic.model critic.dims critic.share_backbone", options.rule.critic, critic
+    shares = options.critic.share_backbone
+    yield "critic.model critic.dims critic.learning_rate", not shares, "a critic without share_backbone"
+    yield "critic.value_coefficient", shares, "critic.share_backbone"
+    yield "reference", options.has_reference, "a kl_coefficient above 0, or algorithm=on-policy-distillation"
     yield "reference_dims", options.separate_reference, "a reference beside the policy"
     teacher = options.teacher
     yield "reference", not teacher.has_server, "another teacher.engine than a server, which has a model of its own"
-    for name in ("prompts", "engine"):
-        yield f"teacher.{name}", options.rule.teacher, "algorithm=on-policy-distillation"
+    yield "teacher.prompts teacher.engine", options.rule.teacher, "algorithm=on-policy-distillation"
     yield "teacher.devices", teacher.engine in ("native", "vllm"), "teacher.engine=native or vllm"
     yield "teacher.dims", teacher.engine == "vllm", "teacher.engine=vllm"
-    listed = teacher.engine is not None and options.objective.divergence is not None
+    listed = teacher.engine is not None and objective.divergence is not None
     yield "teacher.top_k", listed, "teacher.engine and objective.divergence"
     yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
     for name in ("clip_low", "clip_high"):
-        by_algorithm = getattr(options.objective, name) == getattr(options.rule, name)
-        clips = options.objective.loss not in ("sapo", "dro")
+        by_algorithm = getattr(objective, name) == getattr(options.rule, name)
+        clips = objective.loss not in ("sapo", "dro")
         yield f"objective.{name}", by_algorithm or clips, "a loss that clips, such as objective.loss=ppo"
     yield "objective.divergence", options.rule.teacher, "algorithm=on-policy-distillation"
     plain = options.backend == "parallel" and not options.engine.share_prefixes
     yield "objective.divergence", plain, "backend=parallel, without engine.share_prefixes"
-    yield "objective.mixture", options.objective.divergence is not None, "objective.divergence"
-    yield "objective.dual_clip", options.objective.loss == "ppo", "objective.loss=ppo"
-    yield "objective.dro_beta", options.objective.loss == "dro", "objective.loss=dro"
-    for name in ("bound", "level", "floor", "veto"):
-        caps = options.objective.importance.cap is not None
-        yield f"objective.importance.{name}", caps, "objective.importance.cap"
-    for name in ("samples", "temperature", "top_p", "keep_best"):
-        yield f"evaluation.{name}", held_out, "evaluation.prompts"
+    yield "objective.mixture", objective.divergence is not None, "objective.divergence"
+    yield "objective.dual_clip", objective.loss == "ppo", "objective.loss=ppo"
+    yield "objective.dro_beta", objective.loss == "dro", "objective.loss=dro"
+    bounds = " ".join(f"objective.importance.{name}" for name in ("bound", "level", "floor", "veto"))
+    yield bounds, objective.importance.cap is not None, "objective.importance.cap"
+    names = "evaluation.samples evaluation.temperature evaluation.top_p evaluation.keep_best"
+    yield names, held_out, "evaluation.prompts"
     yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
     by_parallel = engine == "native" and (apart or options.backend == "parallel")
     needed = "rollouts.engine=native with backend=parallel"
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
-    yield "rollouts.float8_cache", by_parallel, needed
-    yield "rollouts.drafts", by_parallel, needed
-    yield "rollouts.experts", by_parallel, needed
+    yield "rollouts.float8_cache rollouts.drafts rollouts.experts", by_parallel, needed
     divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
     yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
-    ranks = separate and engine in ("native", "vllm")
-    yield "rollouts.dims", ranks, "rollouts.engine=native or vllm with rollouts.devices"
+    needed = "rollouts.engine=native or vllm with rollouts.devices"
+    yield "rollouts.dims", separate and ready, needed
     yield "rollouts.changed_weights", apart, "rollouts.engine=native with rollouts.devices"
-    ahead = separate and engine in ("native", "vllm") and options.rollouts.staleness > 0
-    needed = "rollouts.engine=native or vllm with rollouts.devices, and a staleness of 1 or more"
-    yield "rollouts.in_flight", ahead, needed
+    ahead = separate and ready and options.rollouts.staleness > 0
+    yield "rollouts.in_flight", ahead, f"{needed}, and a staleness of 1 or more"
     yield "rollouts.in_flight", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
     plain = options.rollouts.quantization is None
     yield "rollouts.in_flight", plain, "weights in engine.dtype, without rollouts.quantization"
     yield "rollouts.in_flight", options.rollouts.experts != "gather", "rollouts.experts=auto or exchange"
     yield "rollouts.partial", options.rollouts.staleness > 0, "a staleness of 1 or more"
     yield "rollouts.partial", not options.rollouts.in_flight, "synchronous draws, without rollouts.in_flight"
-    single_turns = not (options.converses or options.runs_agents)
-    yield "rollouts.partial", single_turns, "responses of one turn"
+    yield "rollouts.partial", not (options.converses or options.runs_agents), "responses of one turn"
     yield "rollouts.routing", engine == "vllm", "rollouts.engine=vllm"
     whole = not (options.rollouts.in_flight or options.rollouts.partial)
     needed = "draws by one version of the weights, without rollouts.in_flight and rollouts.partial"
     yield "rollouts.routing", whole, needed
     yield "rollouts.stale_cache", options.rollouts.in_flight, "rollouts.in_flight"
-    yield "rollouts.devices", engine in ("native", "vllm"), "rollouts.engine=native or vllm"
+    yield "rollouts.devices", ready, "rollouts.engine=native or vllm"
     yield "rollouts.adapter", options.lora is not None, "engine.lora.rank"
     yield "rollouts.quantization", not options.rollouts.adapter, "all weights to be sent, not rollouts.adapter"
 
 
 def _mistakes(options: TrainOptions) -> Iterator[str]:
     defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-    for name, holds, needed in _needs(options):
-        if not holds and (value := options.value(name)) != defaults[name]:
-            yield f"{name}={value} needs {needed}; give that, or leave {name} out"
+    for names, holds, needed in _needs(options):
+        for name in () if holds else names.split():
+            if (value := options.value(name)) != defaults[name]:
+                yield f"{name}={value} needs {needed}; give that, or leave {name} out"
     yield from _mistakes_of_prompts(options)
     yield from _mistakes_of_objective(options)
     yield from _mistakes_of_rollouts(options)
