@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_models import SamplingOptions
-from rl_train.engines.interface import Request, Response, Responses
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.interface import Request, Response, Responses, SequenceLogProbs
 from rl_train.weight_sync.buckets import NamedTensors
 
 

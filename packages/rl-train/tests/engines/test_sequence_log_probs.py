@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.interface import SequenceLogProbs
 
 
 def test_the_token_and_the_likeliest_have_columns() -> None:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_layers.testing import RankPool
 from rl_models import Batch
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.interface import SequenceLogProbs
 from rl_train.engines.teacher_engine import ReadingProcesses, TeacherEngine
 from rl_train.processes.errors import ProcessLost
 

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from rl_models import Actor, Batch, LoraOptions, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_train.engines.interface import ReadingEngine
-from rl_train.engines.native_reader import NativeReader
 from rl_train.engines.reading_server import ReadingServer
-from rl_train.engines.teacher_engine import TeacherEngine
+from rl_train.engines.teacher_engine import NativeReader, TeacherEngine
 from rl_train.loop.models import Models
 from rl_train.options.derived import check
 from rl_train.options.options import TrainOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+from rl_train.engines.interface import SequenceLogProbs
 from rl_train.engines.json_client import JsonClient, RefusedError
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
 from rl_train.engines.vllm_server import vocabulary_of
 
 

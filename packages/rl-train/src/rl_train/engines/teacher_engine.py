@@ -1,24 +1,60 @@
-"""`TeacherEngine`: the teacher of a run in engines beside the policy, which read responses and return log-probs."""
+"""`TeacherEngine`: the teacher of a run in engines beside the policy, which read responses and return log-probs.
+
+The engines are a model of this process (`NativeReader`), or engines in other processes (`ReadingProcesses`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ckpt.transfer import agree_on_first
-from rl_models import Batch
+from rl_models import Actor, Batch
 from rl_models.calls import TEACHER_IDS, TEACHER_LOG_PROBS, divide
 from rl_train.cluster.launch import from_first
-from rl_train.engines.interface import ReadingEngine
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.interface import ReadingEngine, SequenceLogProbs
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Process
 
 # A call that loses a process so often ends the run.
 _MOST_LOSSES = 3
+
+
+class NativeReader:
+    """A `ReadingEngine`: an `Actor` on one device, without an optimizer; it takes `max_tokens` in one forward pass.
+
+    Raises:
+        ValueError: As `Actor.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_tokens: int = 16384,
+    ) -> None:
+        self._actor = Actor.from_pretrained(model, dtype=dtype, device=device, max_tokens_per_micro_batch=max_tokens)
+
+    def read(self, sequences: Sequence[list[int]], top_k: int) -> list[SequenceLogProbs]:
+        """See `ReadingEngine`."""
+        batch = Batch.from_sequences(sequences)
+        top_k = min(top_k, self._actor.engine.vocab_size - 2)
+        statistics = self._actor.token_statistics(batch, top_n=max(1, top_k))
+        log_probs, ranks = statistics.log_probs.cpu(), statistics.ranks.cpu()
+        # A further column has the token itself, where it is not among the likeliest; rank 0 has no token.
+        ids = torch.cat([statistics.top_ids.cpu()[:, :top_k], batch.tokens.where(ranks > top_k, -1)[:, None]], 1)
+        values = torch.cat([statistics.top_log_probs.cpu()[:, :top_k], log_probs[:, None]], 1)
+        columns = (batch.split(column) for column in (log_probs, ids, values.where(ids >= 0, 0)))
+        return [SequenceLogProbs(*rows) for rows in zip(*columns, strict=True)]
+
+    def close(self) -> None:
+        """Do nothing: the model goes with its process."""
 
 
 class ReadingProcesses:

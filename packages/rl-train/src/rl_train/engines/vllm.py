@@ -23,8 +23,7 @@ from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
 from rl_train.engines.event_loop import EventLoop, gathered, result_of
-from rl_train.engines.interface import EngineEnded, Request, Response, Responses, Step
-from rl_train.engines.sequence_log_probs import SequenceLogProbs
+from rl_train.engines.interface import EngineEnded, Request, Response, Responses, SequenceLogProbs, Step
 from rl_train.engines.vllm_limits import require_grid, require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_requests import DrawnTokens, LogProbs, parameters_of, prompt_of, reading_parameters
 from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightFormat

@@ -23,11 +23,10 @@ from rl_train.engines.engine_on_ray import EngineOnRay
 from rl_train.engines.interface import LocalEngine, ReadingEngine, RolloutEngine
 from rl_train.engines.native import NativeEngine
 from rl_train.engines.native_ranks import native_engine
-from rl_train.engines.native_reader import NativeReader
 from rl_train.engines.process import device_groups, processes
 from rl_train.engines.reading_server import ReadingServer
 from rl_train.engines.separate import SeparateEngine
-from rl_train.engines.teacher_engine import ReadingProcesses, TeacherEngine
+from rl_train.engines.teacher_engine import NativeReader, ReadingProcesses, TeacherEngine
 from rl_train.engines.vllm import Vllm
 from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.engines.vllm_server import VllmServer
