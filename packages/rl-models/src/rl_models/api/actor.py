@@ -137,7 +137,11 @@ class Actor(Worker):
 
     @dispatched(per_prompt)
     def generate(
-        self, prompts: Sequence[Tensor | Sequence[int]] | Batch, **options: Unpack[GenerationKeywords]
+        self,
+        prompts: Sequence[Tensor | Sequence[int]] | Batch,
+        *,
+        adapters: bool = True,
+        **options: Unpack[GenerationKeywords],
     ) -> Batch:
         """Continue every prompt, by continuous batching over a paged KV cache.
 
@@ -146,6 +150,7 @@ class Actor(Worker):
         Args:
             prompts: The prompts of this data-parallel rank, each with at least one token; a `Batch` of them may have
                 images (`Batch.visual`), which the responses keep.
+            adapters: As for `predict`.
             **options: Fields of `parallel_models.GenerationOptions`: `max_new_tokens`, and on request others.
 
         Returns:
@@ -164,13 +169,14 @@ class Actor(Worker):
                 alike.
         """
         self._require("generate", ends_sessions=False)
-        batch = generate(
-            self.engine,
-            prompts,
-            options,
-            call=f"{type(self).__name__}.generate",
-            max_tokens=self.max_tokens_per_micro_batch,
-            positions=self.positions,
-        )
+        with self._with_adapters(adapters) as without:
+            batch = generate(
+                self.engine,
+                prompts,
+                options,
+                call=f"{type(self).__name__}.generate{without}",
+                max_tokens=self.max_tokens_per_micro_batch,
+                positions=self.positions,
+            )
         self._warn_of_length(batch)
         return batch

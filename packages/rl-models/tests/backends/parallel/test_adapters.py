@@ -69,6 +69,11 @@ def test_the_reference_is_the_model_without_adapters(tiny: Callable[..., Path]) 
     learned(actor, 3)
     assert torch.equal(actor.log_probs(batch, adapters=False).log_probs, expected)
     assert not torch.allclose(actor.log_probs(batch).log_probs, expected, atol=1e-3)
+    drawn = [actor.generate([[1, 2, 3]], max_new_tokens=5, seed=1, adapters=adapters) for adapters in (False, True)]
+    ours = reference.generate([[1, 2, 3]], max_new_tokens=5, seed=1)
+    assert torch.equal(drawn[0].tokens, ours.tokens)
+    assert torch.equal(drawn[0]["log_probs"], ours["log_probs"])
+    assert not torch.equal(drawn[1]["log_probs"], ours["log_probs"])
     with pytest.raises(ValueError, match=r"has no adapters; load it with from_pretrained\(\.\.\., lora="):
         reference.log_probs(batch, adapters=False)
 
