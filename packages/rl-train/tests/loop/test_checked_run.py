@@ -19,8 +19,9 @@ from parallel_layers.inference import PagedKVCache
 from parallel_models import CacheOptions, SamplingOptions
 from rl_models import Actor
 from rl_train.cli.commands import app
+from rl_train.data.codec import end_of_text
 from rl_train.data.prompts import Prompt
-from rl_train.loop.checked_run import _end_of_text, check_run
+from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.run import _in_process
 from rl_train.options.options import TrainOptions
@@ -330,15 +331,15 @@ def test_an_end_of_text_that_is_none_is_named(model: Path, tmp_path: Path, text:
     shutil.copy(model / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        _end_of_text(tmp_path, 9)
+        end_of_text(tmp_path, 9)
 
 
 def test_the_end_of_text_of_a_model_that_sees_is_in_its_text_config(tmp_path: Path) -> None:
     config = {"vocab_size": 9, "text_config": {"vocab_size": 9, "eos_token_id": [7, 5]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert _end_of_text(tmp_path, 9) == (5, 7)
+    assert end_of_text(tmp_path, 9) == (5, 7)
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    assert _end_of_text(tmp_path, 9) == (2,)
+    assert end_of_text(tmp_path, 9) == (2,)
 
 
 def test_only_a_dry_run_imports_the_reward(

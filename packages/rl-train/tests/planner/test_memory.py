@@ -201,6 +201,18 @@ def test_a_teacher_has_a_model_a_head_and_states(model: Path, tmp_path: Path) ->
     assert adapted.models["actor"][1].states == 7 * 64 * 128 * 2
 
 
+def test_a_judge_is_frozen_and_draws(model: Path) -> None:
+    """Beside a policy with adapters, which it does not have."""
+    cache = CacheOptions(sequences=8, max_length=64)
+    options = MemoryOptions(dims=ParallelDims(tp=2), tokens=64, dtype=torch.bfloat16, cache=cache, lora=LoraOptions(8))
+    planned = plan_models(Checkpoint(model), options, critic=False, reference=False, judge=Checkpoint(model))
+    (judge,), (actor,) = planned.models["judge"], planned.models["actor"]
+    (frozen,) = plan_memory(model, replace(options, lora=None, cache=None), role="causal_lm", trained=False)
+    assert (judge.weights, judge.optimizer, judge.cache) == (frozen.weights, 0, actor.cache)
+    assert judge.weights < actor.weights
+    assert judge.cache > 0
+
+
 def test_adapters_have_gradients_and_moments_of_their_own_alone(model: Path) -> None:
     options = MemoryOptions(dims=ParallelDims(tp=2), tokens=64, dtype=torch.bfloat16)
     (full,) = plan_memory(model, options, role="causal_lm", trained=True)

@@ -217,7 +217,7 @@ def test_requests_at_a_time_have_a_limit(server: Server, rubric: Callable[..., P
     [
         ({"modle": "x"}, "modle: Extra inputs are not permitted"),
         ({"url": "127.0.0.1:8000"}, "url: .*must be the base URL of a server"),
-        ({"url": "reference"}, "url: .*'reference' must be .*: start a server beside the run, vllm serve MODEL"),
+        ({"url": "reference"}, "url: .*'reference' must be .*; for a model of the run leave url out"),
         ({"prompt": "{{ response"}, "prompt: .*must be a template of Jinja: unexpected end of template.*, line 1"),
         ({"score": "Score: .*"}, "score: .*must have one group, the score, and has 0"),
         ({"score": "("}, "score: .*must be a regular expression: missing"),

@@ -178,7 +178,8 @@ def plan(**arguments: Any) -> None:
         )
         model = Checkpoint(located(asked.model, weights=False))
         models = {name: asked.value(name) for name in ("critic", "share_backbone", "reference", "offload")}
-        models["teacher"] = None if asked.teacher is None else Checkpoint(located(asked.teacher, weights=False))
+        for name, folder in {"teacher": asked.teacher, "judge": asked.judge}.items():
+            models[name] = None if folder is None else Checkpoint(located(folder, weights=False))
         planned = plan_models(model, options, **models)
         limit = None if asked.gpu_gib is None else int(asked.gpu_gib * GIB)
         fits = [] if limit is None else fitting(model, options, limit, ranks=ranks, **models)

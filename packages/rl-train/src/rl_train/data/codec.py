@@ -235,3 +235,27 @@ def whole(text: str) -> str:
             "or write both halves"
         ) from None
     return text
+
+
+def end_of_text(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end a text by the tokenizer, and by the model's generation config or else its config."""
+    end = TextCodec(folder).end
+    ends = set() if end is None else {end}
+    for file in (folder / name for name in ("generation_config.json", "config.json")):
+        values = read_json(file) if file.is_file() else {}
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{file} must hold an object, got {type(values).__name__}; correct the file, or give stop_ids"
+            )
+        ids = values.get("eos_token_id")
+        if ids is None and isinstance(text := values.get("text_config"), dict):  # in a vision-language model
+            ids = text.get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(id) is int for id in ids):
+                raise ValueError(
+                    f"{file}: eos_token_id must be ids of tokens, got {ids}; correct the file, or give stop_ids"
+                )
+            ends |= set(ids)
+            break
+    return tuple(id for id in sorted(ends) if 0 <= id < vocab_size)

@@ -19,10 +19,9 @@ from rl_train.agents.pool import Agents
 from rl_train.cluster.launch import Devices, require_devices
 from rl_train.cluster.machines import Machines
 from rl_train.cluster.resources import import_ray
-from rl_train.data.codec import TextCodec
+from rl_train.data.codec import TextCodec, end_of_text
 from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
 from rl_train.data.prompts import Prompt, PromptReader, vocabulary_size
-from rl_train.data.sources import read_json
 from rl_train.engines.custom_engine import engine_of
 from rl_train.engines.json_client import JsonClient
 from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
@@ -32,6 +31,7 @@ from rl_train.gateway.server import require_gateway
 from rl_train.loop.checked_models import check_model, check_reference, summary, with_dtype
 from rl_train.loop.checked_teacher import check_teacher
 from rl_train.loop.folder import check_folder
+from rl_train.loop.judging import check_judges
 from rl_train.loop.objective import advantages_of, loss_of
 from rl_train.loop.resume import changed_inputs, inputs_of
 from rl_train.loop.tracing import check_profile
@@ -249,6 +249,7 @@ def check_run(
     eval_prompts, eval_dropped = ([], 0) if eval_file is None else eval_reader.read_all(eval_file, eval_rows)
     check_rewards(options.reward)
     check_rows(options.reward, ((prompt.place, prompt.row) for prompt in (*prompts, *eval_prompts)))
+    check_judges(options)
     check_loggers(options.logger)
     check_port(options.metrics_port)
     check_profile(options)
@@ -280,7 +281,7 @@ def check_run(
     if options.rollouts.has_server:
         warn_of_step_limits(checkpoint)
         _check_server(options, vocab_size, min(longest, positions or longest))
-    stops = _end_of_text(folder, vocab_size) if options.stops is None else options.stops
+    stops = end_of_text(folder, vocab_size) if options.stops is None else options.stops
     if outside := [token for token in stops if not 0 <= token < vocab_size]:
         raise ValueError(f"stop_ids {outside} are outside the vocabulary of {vocab_size}")
     if options.converses:
@@ -333,30 +334,6 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
             if replays and not any(model_config(checkpoint).moe):
                 raise ValueError(f"{replay}=True is for a mixture of experts, which {checkpoint} is not; leave it out")
     return cache_bytes
-
-
-def _end_of_text(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text by the tokenizer, and by the model's generation config or else its config."""
-    end = TextCodec(folder).end
-    ends = set() if end is None else {end}
-    for file in (folder / name for name in ("generation_config.json", "config.json")):
-        values = read_json(file) if file.is_file() else {}
-        if not isinstance(values, dict):
-            raise ValueError(
-                f"{file} must hold an object, got {type(values).__name__}; correct the file, or give stop_ids"
-            )
-        ids = values.get("eos_token_id")
-        if ids is None and isinstance(text := values.get("text_config"), dict):  # in a vision-language model
-            ids = text.get("eos_token_id")
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            if not all(type(id) is int for id in ids):
-                raise ValueError(
-                    f"{file}: eos_token_id must be ids of tokens, got {ids}; correct the file, or give stop_ids"
-                )
-            ends |= set(ids)
-            break
-    return tuple(id for id in sorted(ends) if 0 <= id < vocab_size)
 
 
 def policy_kind(options: TrainOptions) -> type[Actor]:

@@ -17,6 +17,7 @@ from rl_train.engines.native import NativeEngine
 from rl_train.loop.asking import asking
 from rl_train.loop.checked_run import CheckedRun, check_run
 from rl_train.loop.evaluation import evaluate
+from rl_train.loop.judging import judging_models
 from rl_train.loop.recipe import Tell
 from rl_train.loop.recipe_run import LocalRank, ModelMaker, on_ranks
 from rl_train.loop.run import rewards_of, rollouts_of
@@ -54,7 +55,9 @@ def _on_rank(rank: LocalRank[CheckedRun], *, scored: bool) -> dict[str, float]:
     checked_run, options = rank.checked_run, rank.checked_run.options
     rewards = rewards_of(rank) if scored else None
     rank.tell({"phase": "loading"})
-    actor = ModelMaker(options, rank.make)(Actor, options.model, options.grid, 0.0)
+    make = ModelMaker(options, rank.make)
+    actor = make(Actor, options.model, options.grid, 0.0)
+    judges = judging_models(options, make, actor, None) if scored else {}
     rank.tell({"phase": "starting the rollouts"})
     engine = rank.stack.enter_context(closing(rollouts_of(checked_run, actor)))
 
@@ -66,7 +69,7 @@ def _on_rank(rank: LocalRank[CheckedRun], *, scored: bool) -> dict[str, float]:
             rank.tell({"record": {name: value for name, value in record.items() if scored or name != "reward"}})
 
     ask = asking(checked_run, engine, rewards, rank.once, say)
-    scorer = (Scorer if scored else _Unscored)(checked_run, rewards, rank.once, say)
+    scorer = (Scorer if scored else _Unscored)(checked_run, rewards, rank.once, say, judges)
     rank.tell({"phase": "evaluating" if scored else "generating"})
     return evaluate(checked_run, ask, scorer, show)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from rl_models.api import ModelCalls
 from rl_models.batch import OtherPrompts
 from rl_models.calls import ROUTING, TEACHER_IDS, TEACHER_STATES, Divergence
 from rl_train.engines.teacher_engine import TeacherEngine
+from rl_train.loop.judging import JudgingModel
 from rl_train.loop.objective import joint_loss, policy_loss, value_loss
 from rl_train.options.options import TrainOptions
 from rl_train.trajectories.episodes import with_episode_weights
@@ -20,12 +21,16 @@ from rl_train.trajectories.episodes import with_episode_weights
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`."""
+    """The models of a run, which take whole batches: `WholeBatches` or `RayModelGroup`.
+
+    `judges` are models that judge, by the name of their reward.
+    """
 
     actor: ModelCalls
     critic: ModelCalls | None = None
     reference: ModelCalls | None = None
     teacher: TeacherEngine | None = None
+    judges: Mapping[str, JudgingModel] = field(default_factory=dict)
 
     @property
     def trained(self) -> dict[str, ModelCalls]:

@@ -157,7 +157,7 @@ class Reinforcement(Recipe):
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self.checked_run, self.rewards, self.once, self.say)
+        return Scorer(self.checked_run, self.rewards, self.once, self.say, self.models.judges)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the evaluation after a step; with `--evaluation.keep-best` save the best policy."""

@@ -15,7 +15,7 @@ from rl_train.data.sources import files_of, is_folder, read_json
 from rl_train.options.fields import as_text
 from rl_train.options.names import of_earlier_runs
 from rl_train.options.run_options import RunOptions
-from rl_train.rewards.function import parse_rewards
+from rl_train.rewards.function import folders_of_judges, parse_rewards
 
 # The keys of the command and of `inputs_of` in `options.json`.
 COMMAND, INPUTS = "command", "inputs"
@@ -69,12 +69,18 @@ def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row | Path]]) -> 
             digests[name] = _counted("files", map(_file, files)) if files else _counted("rows", map(_row, rows_of_name))
     for name in ("model", "critic.model", "reference", "teacher"):
         if name in options.names() and (folder := options.value(name)) is not None:
-            files = sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file())
-            digests[name] = _counted("files", map(_file, files))
+            digests[name] = _counted("files", _checkpoint(folder))
     for name in _MODULES:
         if name in options.names() and (files := list(_modules(options, name))):
-            digests[name] = _counted("files", (file.read_bytes() for file in files))
+            contents = [file.read_bytes() for file in files]
+            folders = folders_of_judges(options.value(name)) if name == "reward" else ()
+            digests[name] = _counted("files", [*contents, *(block for x in folders for block in _checkpoint(x))])
     return digests
+
+
+def _checkpoint(folder: Path) -> Iterator[bytes]:
+    """Yield the files of a checkpoint folder, large files by evenly spaced blocks."""
+    yield from map(_file, sorted(file for file in folder.iterdir() if file.suffix in _FILES and file.is_file()))
 
 
 def changed_inputs(options: RunOptions, inputs: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -32,6 +32,7 @@ from rl_train.engines.vllm_engine import VllmEngine, adapters_of
 from rl_train.engines.vllm_server import VllmServer
 from rl_train.loop.checked_models import dtype_message, with_dtype
 from rl_train.loop.checked_run import CheckedRun, policy_kind
+from rl_train.loop.judging import FROZEN, judging_models
 from rl_train.loop.loop import Loop
 from rl_train.loop.models import Models
 from rl_train.loop.recipe_run import LocalRank, Make, ModelMaker, on_ranks, run_recipe
@@ -41,7 +42,7 @@ from rl_train.options.fields import device_ids
 from rl_train.options.nested import plain
 from rl_train.options.options import TrainOptions
 from rl_train.report.terminal import Counts
-from rl_train.rewards.function import Rewards
+from rl_train.rewards.function import Rewards, folders_of_judges
 from rl_train.weight_sync.buckets import WeightFormat
 
 Event = Mapping[str, Any]
@@ -80,13 +81,12 @@ def _models(options: TrainOptions, make: Make, throughput: Throughput | None = N
     if options.separate_critic:
         critic = model(Critic, options.critic.model or options.model, options.critic_grid, options.critic.learning_rate)
     if options.separate_reference:
-        dense = {"lora": None, "base_format": None}
         reference = model(
-            Actor, options.reference or options.model, options.grid_of(options.reference_dims), 0.0, **dense
+            Actor, options.reference or options.model, options.grid_of(options.reference_dims), 0.0, **FROZEN
         )
     if options.objective.divergence is not None and options.teacher.engine is None:
         actor.load_teacher_head(options.reference or options.model)
-    return Models(actor, critic, reference)
+    return Models(actor, critic, reference, judges=judging_models(options, model, actor, reference))
 
 
 def _teacher(checked_run: CheckedRun) -> ReadingEngine:
@@ -225,7 +225,13 @@ def _on_ray(checked_run: CheckedRun, on_event: Callable[[Event], None]) -> dict[
     options = checked_run.options.model_copy(update={"out": checked_run.options.out.absolute()})
     checked_run = dataclasses.replace(checked_run, options=options)
     shares_devices = options.rollouts.engine == "vllm" and options.rollouts.devices is None
-    count = 1 + options.separate_critic + options.separate_reference + shares_devices
+    count = (
+        1
+        + options.separate_critic
+        + options.separate_reference
+        + shares_devices
+        + len(folders_of_judges(options.reward))
+    )
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(Rewards(options)))
         rewards.progress = Counts(on_event)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +16,10 @@ from rl_models import Batch
 from rl_train.data.mixture import split_sources
 from rl_train.data.prompts import Prompt
 from rl_train.loop.checked_run import CheckedRun
+from rl_train.loop.judging import JudgingModel
 from rl_train.rewards.function import Rewards, Scores
 from rl_train.rewards.response import Response
+from rl_train.rewards.worker import Item
 from rl_train.trajectories.episodes import episode_ids, select_episodes, sum_by_episode, totals
 from rl_train.trajectories.shown_turns import shown_turns
 
@@ -66,13 +70,14 @@ class Scorer:
     """Decode responses for the rewards, and score them.
 
     `rewards` is None on ranks where `once` (see `Recipe`) does not call its function. `tell` is called with a message
-    about rewards that failed.
+    about rewards that failed. `judges` are the models of the run that judge, by the name of their reward.
     """
 
     checked_run: CheckedRun
     rewards: Rewards | None
     once: Callable[[Callable[[], Any]], Any]
     tell: Callable[[str], None]
+    judges: Mapping[str, JudgingModel] = field(default_factory=dict)
 
     def as_read(self, prompts: Sequence[Prompt], batch: Batch) -> Iterator[tuple[Any, Any]]:
         """Yield each prompt and its response in a reward's form: text with a tokenizer, else token ids.
@@ -143,13 +148,20 @@ class Scorer:
     def __call__(self, prompts: Sequence[Prompt], batch: Batch) -> Scored:
         """Score the episodes of a batch, which answer the prompts, one for each episode."""
 
-        def scores() -> Scores:
-            assert self.rewards is not None
+        @cache
+        def items() -> list[Item]:
             read = zip(self.as_read(prompts, batch), prompts, strict=True)
-            items = [(asked, response, prompt.row) for (asked, response), prompt in read]
-            return self.rewards.score(items, [prompt.place for prompt in prompts])
+            return [(asked, response, prompt.row) for (asked, response), prompt in read]
 
-        result = Scores(*self.once(scores))
+        rewards_of_run = cast(Rewards, self.rewards)  # used where `once` calls
+        if self.judges:
+            for name, questions in self.once(lambda: rewards_of_run.begin(items())).items():
+                began = time.monotonic()
+                replies = self.judges[name].draw(questions)
+                if self.rewards is not None:
+                    self.rewards.answer(name, replies, time.monotonic() - began)
+        places = [prompt.place for prompt in prompts]
+        result = Scores(*self.once(lambda: rewards_of_run.score(items(), places)))
         if result.error is not None:
             count = "a reward failed and counts" if result.errors == 1 else f"{result.errors} rewards failed and count"
             self.tell(f"{count} as 0; {result.error}")

@@ -31,6 +31,8 @@ class PlanOptions(Options):
     teacher: Folder | None = None
     """Add a teacher of this checkpoint, whose whole distribution the policy learns from (--objective.divergence): the
     model, its head beside the policy's, and its hidden states in the batch (default: none)."""
+    judge: Folder | None = None
+    """Add a judge of this checkpoint, a model of the run (--reward judge:FILE without a URL; default: none)."""
     offload: bool = False
     """Keep one model on the devices and offload the others to host memory."""
     repeated: Annotated[Number, Field(ge=0, lt=1)] = 0.0

@@ -64,6 +64,7 @@ def plan_models(
     critic: bool,
     reference: bool,
     teacher: Checkpoint | None = None,
+    judge: Checkpoint | None = None,
     share_backbone: bool = False,
     offload: bool = False,
 ) -> Planned:
@@ -72,7 +73,7 @@ def plan_models(
     With `share_backbone`, actor and critic are one model, an `ActorCritic`. With adapters the critic learns on the
     actor's frozen base, which is counted once unless models are offloaded, and the reference is the actor without them.
     The actor learns from the whole distribution of a `teacher`, of which it holds the head; with adapters a teacher of
-    the same checkpoint is the actor without them.
+    the same checkpoint is the actor without them. A `judge` draws, with the cache of the options, and does not learn.
     """
     if critic and share_backbone:
         raise ValueError(
@@ -99,10 +100,12 @@ def plan_models(
         ]
     if reference and options.lora is None:
         models["reference"] = plan_memory(model, without_cache, role="causal_lm", trained=False)
+    frozen_options = replace(without_cache, lora=None, base_format=None)
     if teacher is not None and (options.lora is None or teacher.path != model.path):
-        models["teacher"] = plan_memory(
-            teacher, replace(without_cache, lora=None, base_format=None), role="causal_lm", trained=False
-        )
+        models["teacher"] = plan_memory(teacher, frozen_options, role="causal_lm", trained=False)
+    if judge is not None:
+        draws = replace(frozen_options, cache=options.cache)
+        models["judge"] = plan_memory(judge, draws, role="causal_lm", trained=False)
     return Planned(options, models, offload)
 
 

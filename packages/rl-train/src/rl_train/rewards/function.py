@@ -7,22 +7,23 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel_models.engine import Progress, unwatched
+from parallel_models.engine import Progress, checkpoint_folder, unwatched
 from rl_train.agents.pool import Agents
 from rl_train.environments.pool import Environments
 from rl_train.options.functions import find_in_working_folder
 from rl_train.options.options import TrainOptions
-from rl_train.rewards.judge import JUDGEMENTS, Judge, Judgements
+from rl_train.rewards.judge import JUDGEMENTS, Judge, Judgements, ServerJudge
 from rl_train.rewards.pool import RewardPool
 from rl_train.rewards.ready import READY
-from rl_train.rewards.rubric import Rubric
-from rl_train.rewards.worker import Item, checked
+from rl_train.rewards.rubric import REFERENCE, Rubric
+from rl_train.rewards.run_judge import RunJudge
+from rl_train.rewards.worker import Item, Outcome, checked
 
 _JUDGE = "judge:"
 _FORM = re.compile(r"(?:(?P<name>[\w-]+)=)?(?P<function>[\w-]+|judge:[^@]+|[\w.]+:\w+)(?:@(?P<weight>.+))?")
@@ -76,6 +77,18 @@ def parse_rewards(text: str) -> list[NamedReward]:
             module = attribute = ""
         rewards[name] = NamedReward(name, module, attribute, weight, ready.check if ready else None, rubric)
     return list(rewards.values())
+
+
+def judges_of_run(text: str) -> dict[str, Rubric]:
+    """Return the rubrics of models of the run, by the name of the reward."""
+    rubrics = {reward.name: Rubric.read(reward.rubric) for reward in parse_rewards(text) if reward.rubric is not None}
+    return {name: rubric for name, rubric in rubrics.items() if rubric.url is None}
+
+
+def folders_of_judges(text: str) -> list[Path]:
+    """Return the checkpoint folders of models that the run loads as judges alone."""
+    names = {rubric.model for rubric in judges_of_run(text).values() if rubric.model != REFERENCE}
+    return [Path(checkpoint_folder(name)) for name in sorted(names)]
 
 
 def check_rewards(text: str) -> None:
@@ -143,11 +156,12 @@ class Rewards:
     def __init__(self, options: TrainOptions) -> None:
         self._rewards = parse_rewards(options.reward)
         self._stops = options.rewards.errors == "stop"
-        self._pools: list[RewardPool | Judge] = []
+        self._pools: dict[str, RewardPool | Judge] = {}
         judgements: Judgements | None = None
         self.environments: Environments | None = None
         self.agents: Agents | None = None
         self.progress: Progress = unwatched
+        self._begun = dict[Future[dict[int, Outcome]], str]()
         with ExitStack() as stack:
             if options.converses:
                 self.environments = stack.enter_context(closing(Environments(options)))
@@ -156,8 +170,8 @@ class Rewards:
             for reward in self._rewards:
                 if reward.rubric is not None:
                     judgements = judgements or Judgements(options.out / JUDGEMENTS)
-                    judge = Judge(Rubric.read(reward.rubric), judgements, limit=options.rewards.timeout)
-                    self._pools.append(stack.enter_context(closing(judge)))
+                    judge = _judge(reward.rubric, judgements, options)
+                    self._pools[reward.name] = stack.enter_context(closing(judge))
                     continue
                 try:
                     pool = RewardPool(
@@ -170,7 +184,7 @@ class Rewards:
                     )
                 except ValueError as error:
                     raise ValueError(f"reward {reward.name}: {error}") from None
-                self._pools.append(stack.enter_context(closing(pool)))
+                self._pools[reward.name] = stack.enter_context(closing(pool))
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -181,11 +195,26 @@ class Rewards:
         """Have `close` call a function first."""
         self._stack.callback(end)
 
-    def score(self, items: Sequence[Item], places: Sequence[str]) -> Scores:
-        """Return the scores of the items.
+    def begin(self, items: Sequence[Item]) -> dict[str, list[list[int]]]:
+        """Start to score items; return the prompts for each model of the run, whose replies `answer` takes.
 
         Args:
             items: A prompt, a response and the row of the prompt each.
+        """
+        self._begun = {call: name for name, pool in self._pools.items() for call in pool.begin(items)}
+        return {name: judge.questions for name, judge in self._pools.items() if isinstance(judge, RunJudge)}
+
+    def answer(self, name: str, replies: Sequence[Sequence[int]], seconds: float) -> None:
+        """Give the replies of a model of the run; see `RunJudge.answer`."""
+        judge = self._pools[name]
+        assert isinstance(judge, RunJudge)
+        judge.answer(replies, seconds)
+
+    def score(self, items: Sequence[Item], places: Sequence[str]) -> Scores:
+        """Return the scores of the items, from the calls of `begin` if it was called.
+
+        Args:
+            items: See `begin`.
             places: The file and the line of each prompt, for errors.
 
         Raises:
@@ -194,11 +223,9 @@ class Rewards:
         each = {reward.name: [0.0] * len(items) for reward in self._rewards}
         answers: dict[str, list[str | None]] = {reward.name: [None] * len(items) for reward in self._rewards}
         errors: list[tuple[int, str]] = []
-        calls = {
-            call: reward.name
-            for reward, pool in zip(self._rewards, self._pools, strict=True)
-            for call in pool.begin(items)
-        }
+        if not self._begun:
+            self.begin(items)
+        calls, self._begun = self._begun, {}
         for done, call in enumerate(as_completed(calls), start=1):
             self.progress("calls", done, len(calls))
             name = calls[call]
@@ -217,7 +244,15 @@ class Rewards:
                 raise ValueError(f"{places[place]}: the sum of the rewards {problem.removeprefix('returned ')}")
         first = next((values for values in answers.values() if any(answer is not None for answer in values)), ())
         costs = Counter[str]()
-        for judge in self._pools:
+        for judge in self._pools.values():
             if isinstance(judge, Judge):
                 costs.update(judge.costs())
         return Scores(total, each, len(errors), min(errors)[1] if errors else None, first, dict(costs))
+
+
+def _judge(file: Path, judgements: Judgements, options: TrainOptions) -> Judge:
+    """Return the judge of a rubric, at its server or of the run."""
+    rubric = Rubric.read(file)
+    if rubric.url is None:
+        return RunJudge(rubric, judgements, options)
+    return ServerJudge(rubric, judgements, limit=options.rewards.timeout)

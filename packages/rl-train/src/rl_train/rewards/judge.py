@@ -1,4 +1,7 @@
-"""`Judge`: a reward from the replies of a model that judges, over HTTP (Zheng et al. 2023, arXiv:2306.05685)."""
+"""`Judge`: a reward from the replies of a model that judges (Zheng et al. 2023, arXiv:2306.05685).
+
+The model of a `ServerJudge` is at a server.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,36 +71,38 @@ class Judgements:
                 file.write(line)
 
 
-class Judge:
-    """Judges responses by a rubric; the same request is sent once in a run. Calls wait in threads.
+class Judge(ABC):
+    """Judges responses by a rubric; the same request is answered once in a run. A subclass has the model.
 
     Args:
         rubric: The rubric.
         judgements: Judgements of earlier requests.
-        limit: Seconds for each judgement, all its attempts together.
     """
 
-    def __init__(self, rubric: Rubric, judgements: Judgements, *, limit: float) -> None:
-        self._rubric, self._judgements, self._limit = rubric, judgements, limit
-        parts = urlsplit(rubric.url)
-        port = "" if parts.port else f":{_PORTS[parts.scheme]}"
-        server = f"{parts.scheme}://{parts.netloc}{port}"
-        self._client = JsonClient(server, key=rubric.key, timeout=limit, patience=0.0)
-        self._path = f"{parts.path.rstrip('/')}/chat/completions"
-        self._threads = ThreadPoolExecutor(rubric.concurrent, "judge")
-        self._closed, self._lock, self._costs = threading.Event(), threading.Lock(), Counter[str]()
+    def __init__(self, rubric: Rubric, judgements: Judgements) -> None:
+        self._rubric, self._judgements = rubric, judgements
+        self._lock, self._costs = threading.Lock(), Counter[str]()
+
+    @abstractmethod
+    def judged(self, body: str, places: Sequence[int]) -> Future[dict[int, Outcome]]:
+        """Start on a request of the responses at these places, JSON; the future has an outcome for each."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all calls."""
 
     def begin(self, items: Sequence[Item]) -> list[Future[dict[int, Outcome]]]:
         """Start on the items; the futures together have an outcome for each place in `items`."""
         places = dict[str, list[int]]()
-        failures = dict[int, Outcome]()
+        failures: Future[dict[int, Outcome]] = Future()
+        failed = dict[int, Outcome]()
         for place, item in enumerate(items):
             try:
                 places.setdefault(json.dumps(self._rubric.body(*item)), []).append(place)
             except ValueError as error:
-                failures[place] = Outcome(0.0, f"was not judged: {error}")
-        calls = [self._threads.submit(self._judged, *request) for request in places.items()]
-        return [*calls, self._threads.submit(lambda: failures)] if failures else calls
+                failed[place] = not_judged(error)
+        failures.set_result(failed)
+        return [*(self.judged(*request) for request in places.items()), failures]
 
     def costs(self) -> dict[str, float]:
         """Return what judgements have cost since the last call; see docs/guides/metrics.md."""
@@ -110,26 +116,67 @@ class Judge:
             "judge_unreadable": costs["unreadable"],
         }
 
+    def earlier(self, body: str, places: Sequence[int]) -> dict[int, Outcome] | None:
+        """Return the outcomes of a request that was answered before; else None."""
+        outcome = self._judgements.get(self._digest(body))
+        return None if outcome is None else self._outcomes(outcome, places, cached=len(places))
+
+    def conclude(self, body: str, places: Sequence[int], reply: str) -> dict[int, Outcome]:
+        """Return the outcomes of a request by the model's reply, and keep the judgement."""
+        outcome = self._rubric.outcome(reply)
+        self._judgements.add(self._digest(body), reply, outcome)
+        return self._outcomes(outcome, places, cached=len(places) - 1)
+
+    def count(self, **costs: float) -> None:
+        """Add to the costs."""
+        with self._lock:
+            self._costs.update(costs)
+
+    def _outcomes(self, outcome: Outcome, places: Sequence[int], cached: int) -> dict[int, Outcome]:
+        self.count(cached=cached, unreadable=len(places) if outcome.error is not None else 0)
+        return dict.fromkeys(places, outcome)
+
+    def _digest(self, body: str) -> str:
+        rubric = self._rubric
+        form = [rubric.url, rubric.score, rubric.range, rubric.values, body]
+        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
+
+
+class ServerJudge(Judge):
+    """A `Judge` whose model is at a server. Calls wait in threads.
+
+    Args:
+        rubric, judgements: See `Judge`; the rubric has a `url`.
+        limit: Seconds for each judgement, all its attempts together.
+    """
+
+    def __init__(self, rubric: Rubric, judgements: Judgements, *, limit: float) -> None:
+        super().__init__(rubric, judgements)
+        parts, self._limit = urlsplit(str(rubric.url)), limit
+        port = "" if parts.port else f":{_PORTS[parts.scheme]}"
+        server = f"{parts.scheme}://{parts.netloc}{port}"
+        self._client = JsonClient(server, key=rubric.key, timeout=limit, patience=0.0)
+        self._path = f"{parts.path.rstrip('/')}/chat/completions"
+        self._threads, self._closed = ThreadPoolExecutor(rubric.concurrent, "judge"), threading.Event()
+
+    def judged(self, body: str, places: Sequence[int]) -> Future[dict[int, Outcome]]:
+        """See `Judge`."""
+        return self._threads.submit(self._judged, body, places)
+
     def close(self) -> None:
-        """End all calls."""
+        """See `Judge`."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     def _judged(self, body: str, places: Sequence[int]) -> dict[int, Outcome]:
-        form = [self._rubric.url, self._rubric.score, self._rubric.range, self._rubric.values, body]
-        request = hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
-        outcome = self._judgements.get(request)
-        asked = int(outcome is None)
-        if outcome is None:
-            try:
-                reply = self._ask(json.loads(body))
-            except ValueError as error:
-                return dict.fromkeys(places, Outcome(0.0, f"was not judged: {error}"))
-            outcome = self._rubric.outcome(reply)
-            self._judgements.add(request, reply, outcome)
-        self._count(cached=len(places) - asked, unreadable=len(places) if outcome.error is not None else 0)
-        return dict.fromkeys(places, outcome)
+        if (outcomes := self.earlier(body, places)) is not None:
+            return outcomes
+        try:
+            reply = self._ask(json.loads(body))
+        except ValueError as error:
+            return dict.fromkeys(places, not_judged(error))
+        return self.conclude(body, places, reply)
 
     def _ask(self, body: dict[str, Any]) -> str:
         """Return the judge's reply; ValueError after the last attempt."""
@@ -144,7 +191,7 @@ class Judge:
                 if not passes or attempt >= self._rubric.attempts or time.monotonic() + pause > end:
                     raise ValueError(f"{error} (attempt {attempt})") from error
             finally:
-                self._count(calls=1, seconds=time.monotonic() - began)
+                self.count(calls=1, seconds=time.monotonic() - began)
             if self._closed.wait(pause):
                 raise ValueError("the run has ended")
 
@@ -152,12 +199,13 @@ class Judge:
         """Return the text of an answer; empty where a judge that thinks has used all its tokens."""
         try:
             usage, text = answer.get("usage") or {}, answer["choices"][0]["message"]["content"]
-            self._count(tokens=usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0))
+            self.count(tokens=usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0))
             return str(text or "")
         except (LookupError, TypeError, AttributeError) as error:
             shown = f"{json.dumps(answer):.200}"
             raise ValueError(f"the answer has no choices[0].message.content ({error!r}): {shown}") from error
 
-    def _count(self, **costs: float) -> None:
-        with self._lock:
-            self._costs.update(costs)
+
+def not_judged(error: ValueError) -> Outcome:
+    """Return the outcome of a response without a judgement."""
+    return Outcome(0.0, f"was not judged: {error}")

@@ -11,14 +11,22 @@ from typing import Annotated, Any, Self
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from rl_train.options.fields import CONFIG, Count, Number
 from rl_train.options.resolve import read_table
 from rl_train.rewards.worker import Outcome, checked
 
+# The name of a run's reference or teacher as a judge.
+REFERENCE = "reference"
 # Fields of a request that bound the tokens of a reply, in the protocol's order of age.
 _LIMITS = ("max_tokens", "max_completion_tokens")
+# The fields of a request that a model of the run takes, and the options of sampling.
+_SAMPLING = dict.fromkeys(_LIMITS, "max_new_tokens") | {
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")
+}
+# Values for a server alone.
+_OF_SERVERS = ("key", "concurrent", "attempts")
 
 
 def _pattern(text: str) -> str:
@@ -34,8 +42,8 @@ def _pattern(text: str) -> str:
 def _url(text: str) -> str:
     if re.fullmatch(r"https?://[^/?#@]+(/[^?#]*)?", text) is None:
         raise ValueError(
-            f"{text!r:.100} must be the base URL of a server, such as http://127.0.0.1:8000/v1; the models of the run "
-            "itself judge nothing: start a server beside the run, vllm serve MODEL --port 8000"
+            f"{text!r:.100} must be the base URL of a server, such as http://127.0.0.1:8000/v1; for a model of the run "
+            f"leave url out, and give model the checkpoint folder or {REFERENCE!r}"
         )
     return text
 
@@ -66,10 +74,10 @@ class Rubric(BaseModel):
 
     model_config = CONFIG
 
-    url: Annotated[str, AfterValidator(_url)]
-    """Base URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1."""
+    url: Annotated[str, AfterValidator(_url)] | None = None
+    """Base URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1 (default: none)."""
     model: str
-    """Name of the model at the server."""
+    """Name of the model at the server; without `url` a checkpoint folder, or "reference": the run's, or its teacher."""
     prompt: Annotated[str, AfterValidator(_checked_template)]
     """Template of the message to the judge."""
     system: Annotated[str, AfterValidator(_checked_template)] = ""
@@ -90,6 +98,21 @@ class Rubric(BaseModel):
     """Maximum number of requests at a time."""
     attempts: Count = 4
     """Number of attempts where the server is busy, fails or is lost, with pauses of 1, 2, 4, ... seconds."""
+
+    @model_validator(mode="after")
+    def _of_the_run(self) -> Self:
+        if self.url is not None:
+            return self
+        if unused := [name for name in _OF_SERVERS if name in self.model_fields_set]:
+            raise ValueError(f"{', '.join(unused)} needs url, the server; a model of the run has no use for it")
+        if refused := sorted(self.request.keys() - _SAMPLING.keys()):
+            raise ValueError(f"request: a model of the run takes {', '.join(_SAMPLING)}, not {', '.join(refused)}")
+        return self
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the options with which a model of the run draws replies."""
+        return {"temperature": 1.0} | {_SAMPLING[name]: value for name, value in self.request.items()}
 
     @classmethod
     def read(cls, file: Path) -> Self:
