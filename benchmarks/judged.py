@@ -5,14 +5,15 @@
         --prompts 8 --samples 4 --largest 20 --held-out 32    # two CPU cores; further options go to `rl-train train`
 
 The environment is the taskset `sums` of examples/smollm2, whose episodes draw by verifiers' TrainClient. The judge is
-SmolLM2 after `rl-train sft`: it reads the right result and a response, and answers "Score: 1" or "Score: 0". Its
-agreement with `number-match` is that of the run's own responses.
+SmolLM2 after `rl-train sft`: it reads the right result and a response, and answers "Score: 1" or "Score: 0". It learns
+this from responses of SmolLM2, and from the same with another last number. The metric `reward/right` is `number-match`.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ score = 'Score: ([01])'
 prompt = "{prompt}"
 request = {{ max_tokens = 8, temperature = 0 }}
 """
+SYSTEM = "Answer with a number."
 VERIFIERS = "verifiers:sums,agent.runtime.type=subprocess,taskset.file={}"
 SHOWN = ["reward", "reward/judge", "reward/right", "judge_calls", "judge_cached", "judge_tokens", "judge_unreadable"]
 SHOWN += ["seconds_generating", "seconds_scoring", "seconds"]
@@ -39,7 +41,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("judged"))
     parser.add_argument("--tasks", nargs="+", choices=("verifiers", "judge"), default=["verifiers", "judge"])
-    parser.add_argument("--demonstrations", type=int, default=1024, help="judgements that the judge learns, 32 a step")
+    parser.add_argument("--demonstrations", type=int, default=2048, help="judgements that the judge learns, 32 a step")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="responses to a prompt")
@@ -76,9 +78,9 @@ def main() -> None:
                 RUBRIC.format(model=judge(options), prompt=QUESTION.format("{{ answer }}", "{{ response }}"))
             )
             values |= files | {"reward": f"judge:{rubric},right=number-match@0", "rewards.errors": "zero"}
-            values |= {"data.system-prompt": "Answer with a number."}
+            values |= {"data.system-prompt": SYSTEM}
         began = time.perf_counter()
-        curves[task] = run("train", options, options.model, options.out / task, values, further)
+        curves[task] = train("train", options, options.model, options.out / task, values, further)
         print(f"{task}: the command took {time.perf_counter() - began:.0f} s")
     print(machine())
     for task, records in curves.items():
@@ -96,27 +98,34 @@ def main() -> None:
 
 def judge(options: argparse.Namespace) -> Path:
     """Return the folder of the model that has learned to compare a response with a result."""
-    draws, rows = random.Random(0), list[dict[str, Any]]()
-    for number in range(options.demonstrations):
-        a, b = (draws.randint(1, options.largest) for _ in range(2))
-        right = number % 2
-        wrong = draws.choice([n for n in range(2, 2 * options.largest) if n != a + b])
-        near = a + b + draws.choice([-10, -2, -1, 1, 2, 10])
-        said = a + b if right else draws.choice([wrong, near])
-        form = draws.choice(["{}", "{}.", f"{a} + {b} = {{}}", "The answer is {}.", f"The sum of {a} and {b} is {{}}."])
-        messages = [
-            {"role": "user", "content": QUESTION.format(a + b, form.format(said))},
-            {"role": "assistant", "content": f"Score: {right}"},
-        ]
-        rows.append({"messages": messages})
+    draws, rows, drawn = random.Random(0), list[dict[str, Any]](), options.out / "drawn.jsonl"
+    lines = (options.out / "task" / "prompts.jsonl").read_text().splitlines()[: options.demonstrations // 8]
+    questions = options.out / "drawn-for.jsonl"
+    questions.write_text("".join(f"{line}\n" for line in lines))
+    values = {"prompts": questions, "reward": "number-match", "samples": 4, "max-new-tokens": 16, "out": drawn}
+    call("evaluate", options, str(options.model), values=values | {"data.system-prompt": SYSTEM})
+    for record in map(json.loads, drawn.read_text().splitlines()):
+        result, response = json.loads(lines[record["line"] - 1])["answer"], record["response"]
+        rows.append(judgement(result, response, bool(record["reward"])))
+        # The same words with a right number in place of a wrong one, or the other way round.
+        other = result + draws.choice([-10, -2, -1, 1, 2, 10]) if record["reward"] else result
+        changed = re.sub(r"\d+(?=\D*$)", str(other), response) if re.search(r"\d", response) else str(other)
+        rows.append(judgement(result, changed, not record["reward"]))
+    draws.shuffle(rows)
     file = options.out / "judgements.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"dataset": file, "batch-size": 32, "epochs": 1, "learning-rate": 1e-4}
-    run("sft", options, options.model, options.out / "sft", values)
+    train("sft", options, options.model, options.out / "sft", values)
     return options.out / "sft" / "actor"
 
 
-def run(
+def judgement(result: int, response: str, right: bool) -> dict[str, Any]:
+    """Return a conversation in which the judge reads a response, and gives its score."""
+    question = {"role": "user", "content": QUESTION.format(result, response)}
+    return {"messages": [question, {"role": "assistant", "content": f"Score: {int(right)}"}]}
+
+
+def train(
     command: str,
     options: argparse.Namespace,
     model: Path,
@@ -124,14 +133,19 @@ def run(
     values: dict[str, Any],
     further: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Run a command of rl-train in the folder of the taskset, and return the records of its steps."""
-    values = {"model": model, "out": out, "dtype": options.dtype, "seed": options.seed, "save-every": 0} | values
-    arguments = [f"--{option}={value}" for option, value in values.items()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(
-        [sys.executable, "-m", "rl_train", command, *arguments, *further], check=True, cwd=EXAMPLE, env=environment
-    )
+    """Run a command of rl-train that trains, and return the records of its steps."""
+    call(command, options, *further, values={"model": model, "out": out, "save-every": 0} | values)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def call(command: str, options: argparse.Namespace, *further: str, values: dict[str, Any]) -> None:
+    """Run a command of rl-train in the folder of the taskset."""
+    arguments = [
+        f"--{option}={value}" for option, value in {"dtype": options.dtype, "seed": options.seed, **values}.items()
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
+    line = [sys.executable, "-m", "rl_train", command, *further, *arguments]
+    subprocess.run(line, check=True, cwd=EXAMPLE, env=environment)
 
 
 if __name__ == "__main__":
