@@ -48,8 +48,8 @@ def read_sources(
 
     Args:
         reader: Reads the rows.
-        sources: The files.
-        rows: Rows of Python that replace the files.
+        sources: The files, or the names of rows of Python; see `sources_of`.
+        rows: Rows of Python that replace the files, for several sources by their names.
         window: Maximum number of rows of each source; 0: all.
 
     Raises:
@@ -57,7 +57,8 @@ def read_sources(
     """
     kept, dropped = list[R](), 0
     for source in sources:
-        entries = [reader.read(source, *row) for row in islice(reader.rows(source, rows), window or None)]
+        of_source = rows.get(str(source), rows) if isinstance(rows, Mapping) else rows
+        entries = [reader.read(source, *row) for row in islice(reader.rows(source, of_source), window or None)]
         kept_of_source = [row for row in entries if row is not None]
         if not entries:
             raise ValueError(f"{source} has no lines; write at least one row into it")
@@ -235,9 +236,15 @@ def split_sources(sources: Path) -> list[Path]:
     return [Path(text) for text in texts]
 
 
+def sources_of(sources: Path, rows: Iterable[Any] | None) -> list[Path]:
+    """Return the sources of an option: files, or of rows of Python their names, or one source without names."""
+    paths = split_sources(sources)
+    return paths if rows is None or (isinstance(rows, Mapping) and {*map(str, paths)} == {*rows}) else [sources]
+
+
 def check_mixture(sources: Path, options: MixtureOptions, rows: Iterable[Any] | None) -> None:
     """Raise ValueError unless the weights and the buffer fit the sources, or `rows` of Python in their place."""
-    count, weights = 1 if rows is not None else len(split_sources(sources)), options.weight_of_sources
+    count, weights = len(sources_of(sources, rows)), options.weight_of_sources
     if rows is not None and options.shuffle_buffer:
         raise ValueError("data.shuffle_buffer is for files, and rows of Python are in memory; leave it out")
     if weights and len(weights) != count:

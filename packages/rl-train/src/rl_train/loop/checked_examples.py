@@ -15,7 +15,7 @@ from rl_models import Actor
 from rl_train.cluster.launch import Devices, require_devices
 from rl_train.data.codec import TextCodec
 from rl_train.data.examples import Example, ExampleReader
-from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
+from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, sources_of
 from rl_train.data.prompts import vocabulary_size
 from rl_train.data.sources import place
 from rl_train.loop.checked_models import check_model, check_reference, summary, with_dtype
@@ -109,12 +109,11 @@ def check_examples(
     options = options.model_copy(update={"engine": engine})
     reader, window = _RunExamples(options), options.data.shuffle_buffer
     check_mixture(options.dataset, options.data, rows)
-    sources = split_sources(options.dataset)
-    examples, dropped = read_sources(reader, sources if rows is None else [options.dataset], rows, window)
+    sources = sources_of(options.dataset, rows)
+    examples, dropped = read_sources(reader, sources, rows, window)
     eval_examples, eval_file = list[Example](), options.evaluation.dataset
     if eval_file is not None:
-        eval_sources = split_sources(eval_file) if eval_rows is None else [eval_file]
-        eval_examples, eval_dropped = read_sources(reader, eval_sources, eval_rows)
+        eval_examples, eval_dropped = read_sources(reader, sources_of(eval_file, eval_rows), eval_rows)
         dropped += eval_dropped
     options, options_as_given = (each.of_epochs(len(examples)) for each in (options, options_as_given))
     longest = reader.limit[0] if window else max(row.longest for row in (*examples, *eval_examples))

@@ -20,7 +20,7 @@ from rl_train.cluster.launch import Devices, require_devices
 from rl_train.cluster.machines import Machines
 from rl_train.cluster.resources import import_ray
 from rl_train.data.codec import TextCodec, end_of_text
-from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, split_sources
+from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, sources_of, split_sources
 from rl_train.data.prompts import Prompt, PromptReader, vocabulary_size
 from rl_train.engines.custom_engine import engine_of
 from rl_train.engines.json_client import JsonClient
@@ -171,7 +171,7 @@ class _RunPrompts:
 
     def read_all(self, sources: Path, rows: Iterable[Any] | None, window: int = 0) -> tuple[list[Prompt], int]:
         """Return the prompts of sources, see `read_sources`."""
-        prompts, dropped = read_sources(self, split_sources(sources) if rows is None else [sources], rows, window)
+        prompts, dropped = read_sources(self, sources_of(sources, rows), rows, window)
         if self.options.data.system_prompt is not None and not any("messages" in prompt.row for prompt in prompts):
             raise ValueError(f'system_prompt is for chats, but {sources} has no "messages"; leave the option out')
         return prompts, dropped
@@ -213,7 +213,8 @@ def check_run(
         options: The options of the run.
         rows, eval_rows: Rows that replace the files `options.prompts` and `options.evaluation.prompts`: mappings with
             "text", "messages" or "tokens", and fields for the reward; arrays and tuples become lists. Errors name the
-            rows by the paths of the two options. A resumed run needs the same rows in the same order.
+            rows by the paths of the two options. With several paths, the rows of each by its name. A resumed run needs
+            the same rows in the same order.
         devices: All devices of a run that starts elsewhere (default: those of this machine).
 
     Raises:

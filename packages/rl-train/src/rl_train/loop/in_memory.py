@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_train.cluster.machines import Machines
+from rl_train.data.mixture import sources_of
 from rl_train.loop import file_recipe, run
 from rl_train.loop.checked_examples import check_examples
 from rl_train.loop.checked_run import check_run
@@ -17,16 +18,16 @@ from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import RunOptions
 
-_ROWS, _EVAL_ROWS = Path("dataset"), Path("eval_dataset")
+Rows = Iterable[Mapping[str, Any]]
 
 
 def train_on(
     model: str | os.PathLike[str],
-    dataset: Iterable[Mapping[str, Any]],
+    dataset: Rows | Mapping[str, Rows],
     *,
     recipe: str = "train",
     reward: str | Callable[..., Any] | None = None,
-    eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+    eval_dataset: Rows | Mapping[str, Rows] | None = None,
     on_event: Tell = lambda event: None,
     **options: Any,
 ) -> dict[str, float]:
@@ -37,10 +38,11 @@ def train_on(
 
     Args:
         model: Checkpoint folder, or name on a hub.
-        dataset: The rows, as in the files of the recipe; errors name them by "dataset".
+        dataset: The rows, as in the files of the recipe; errors name them by "dataset". Or the rows of several sources
+            by name, which the options `data={"weights": "3,1", "curriculum": 0.5}` mix as those of files.
         recipe: "train", "sft", "dpo", "reward" or "distill".
         reward: For "train": a name as for `--reward`, or a function of a module, not of the program itself.
-        eval_dataset: Rows for evaluations.
+        eval_dataset: Rows for evaluations, in the same form.
         on_event: Called with events, such as a `rl_train.report.terminal.Display`.
         **options: Options of the recipe by their names, such as `out`, `steps` or `learning_rate`.
 
@@ -52,16 +54,30 @@ def train_on(
     if recipe not in kinds:
         raise ValueError(f"recipe={recipe!r} must be {', '.join(kinds)}")
     learns_from_files = recipe in FILE_RECIPES
-    values = {"model": Path(model), "dataset" if learns_from_files else "prompts": _ROWS, **options}
+    option = "dataset" if learns_from_files else "prompts"
+    values = {"model": Path(model), option: _names("dataset", dataset), **options}
     if reward is not None:
         values["reward"] = reward if isinstance(reward, str) else _name_of(reward)
     if eval_dataset is not None:
-        values["eval_dataset" if learns_from_files else "eval_prompts"] = _EVAL_ROWS
+        values[f"eval_{option}"] = _names("eval_dataset", eval_dataset)
     resolved: Any = resolve(kinds[recipe], None, values)
     with Machines.here().failures_told():
         if learns_from_files:
             return file_recipe.train(check_examples(resolved, dataset, eval_dataset), on_event)
         return run.train(check_run(resolved, dataset, eval_dataset), on_event)
+
+
+def _names(argument: str, rows: Rows | Mapping[str, Rows]) -> Path:
+    """Return the names of sources with commas; of rows without names that of the argument."""
+    # A DatasetDict has splits, of which some are not for training.
+    if not isinstance(rows, Mapping) or hasattr(rows, "column_names"):
+        return Path(argument)
+    names = Path(",".join(map(str, rows)))
+    if not rows or [*map(str, sources_of(names, rows))] != [*rows]:
+        raise ValueError(
+            f"{argument} has the names {', '.join(map(repr, rows))}; give each a name of letters and digits"
+        )
+    return names
 
 
 def _name_of(function: Callable[..., Any]) -> str:
