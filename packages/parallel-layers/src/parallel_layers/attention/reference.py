@@ -73,7 +73,7 @@ def _batches(segments: Segments, num_heads: int) -> Iterator[_Batch]:
 
 def _gather(x: Tensor, rows: Tensor, real: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather `[T, heads, D]` to `[N, heads, length, D]`; padding is 0, so no NaN of another segment enters."""
-    picked = x[rows].to(dtype)
+    picked = x.index_select(0, rows.flatten()).unflatten(0, rows.shape).to(dtype)  # faster on CPUs than x[rows]
     return picked.masked_fill_(~real[..., None, None], 0).transpose(1, 2)
 
 

@@ -351,9 +351,8 @@ class PagedKVCache(SequenceCache):
             entries = _indexable(entries)[table].view(FLOAT8).to(self.dtype) * scales[number][table][..., None].to(
                 self.dtype
             )
-        else:
-            entries = entries[table]
-        return entries.transpose(2, 3).flatten(0, 2)
+            return entries.transpose(2, 3).flatten(0, 2)
+        return entries.transpose(1, 2).index_select(0, table.flatten()).flatten(0, 1)  # one copy
 
     def _plan_for(self, cu_seqlens: Tensor) -> _Plan:
         if self._plan is not None and self._plan.cu_seqlens is cu_seqlens:
