@@ -17,6 +17,7 @@ RUNS: list[tuple[str, int, list[str]]] = [
     ("invariant", 2, ["--model", "mixture"]),
     ("products", 1, []),
     ("sampling", 1, []),
+    ("sampling", 2, []),
     ("step", 2, []),
     ("fsdp", 2, []),
     ("float8", 1, []),

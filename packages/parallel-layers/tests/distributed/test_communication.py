@@ -214,8 +214,8 @@ def viewed(attributes: Callable[[nn.Module], dict[str, Any]]) -> Case:
     return run
 
 
-def draw(**options: Any) -> Case:
-    return lambda group: inference.sample(torch.randn(5, 8), torch.rand(5), group=group, **options)
+def draw(function: Callable[..., Any] = inference.sample, **options: Any) -> Case:
+    return lambda group: function(torch.randn(5, 8), torch.rand(5), group=group, **options)
 
 
 def auxiliary(function: Callable[..., Tensor], *arguments: Any) -> dict[str, Case]:
@@ -329,7 +329,13 @@ CASES: dict[str, dict[str, Case]] = {
         "": lambda _: inference.sample(torch.randn(5, 8), torch.rand(5)),
         "vocabulary-parallel": draw(),
         "with top-k": draw(top_k=3),
-        "with top-p or min-p alone": draw(top_p=0.5),
+        "with min-p": draw(min_p=0.5),
+        "with top-p": draw(top_p=0.5),
+    },
+    "sample_with_mask": {
+        "": lambda _: inference.sample_with_mask(torch.randn(5, 8), torch.rand(5), top_p=0.5),
+        "with top-k": draw(inference.sample_with_mask, top_k=3),
+        "with top-p": draw(inference.sample_with_mask, top_p=0.5),
     },
     "linear_log_probs": head(pl.linear_log_probs),
     "VocabParallelHead": layer(

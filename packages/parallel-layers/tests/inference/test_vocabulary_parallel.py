@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.distributed import async_collectives
 from parallel_layers.inference import sample, sample_with_mask
 from parallel_layers.testing import RankPool
 
@@ -54,7 +56,7 @@ def test_equal_to_one_rank(ranks: RankPool, name: str, world: int) -> None:
             assert not mask or torch.equal(result[2], expected[2])
 
 
-@pytest.mark.parametrize("name", ["all", "greedy", "top-k"])
+@pytest.mark.parametrize("name", ["all", "greedy", "top-k", "all three"])
 def test_a_row_that_is_no_distribution_has_no_log_prob_and_leaves_the_others_alone(ranks: RankPool, name: str) -> None:
     inf = torch.inf
     rows = [[0.0, 1.0, 2.0, 0.0], [torch.nan, 1.0, 0.0, 0.0], [0.0, 0.0, inf, 0.0], [-inf] * 4, [-inf, -inf, -inf, 2.0]]
@@ -69,3 +71,25 @@ def test_every_number_finds_a_token_with_weight(ranks: RankPool) -> None:
     uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     for tokens, _ in ranks.run(draw, logits, uniforms, {}, False, world=2):
         assert tokens.tolist() == [1, 2, 2]
+
+
+def bytes_of_draw(group: ProcessGroup, logits: Tensor, uniforms: Tensor, options: dict[str, Any], mask: bool) -> int:
+    """Return the bytes that this rank gives to collectives."""
+    sizes = list[int]()
+    contiguous = async_collectives._contiguous
+    with patch.object(async_collectives, "_contiguous", lambda x: sizes.append(x.nbytes) or contiguous(x)):
+        draw(group, logits, uniforms, options, mask)
+    return sum(sizes)
+
+
+def test_no_rank_sends_logits(ranks: RankPool) -> None:
+    """An all-reduce of 16 sums for each of 8 rounds, the maximum, three statistics and a draw: 1056 bytes a row."""
+    logits, uniforms = torch.randn(3, 4096), torch.rand(3)
+    search, draws, bits = 4 + 8 * 16 * 8, 3 * 4 + 2 * 8, 4 * (2048 // 32 + 1)
+    for options, mask, expected in (
+        ({"top_p": 0.9}, False, search + draws),
+        ({"top_p": 0.9}, True, search + draws - 4 + bits),
+        ({"min_p": 0.1}, False, 4 + draws),
+        ({"top_k": 5}, False, 4 * 5 + draws),
+    ):
+        assert ranks.run(bytes_of_draw, logits, uniforms, options, mask, world=2) == [3 * expected] * 2

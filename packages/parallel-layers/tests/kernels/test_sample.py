@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from parallel_layers.head import SamplingMask
-from parallel_layers.inference.sampling import truncate
-from parallel_layers.kernels.sample import draw_from_share, draw_tokens, row_statistics
+from parallel_layers.inference import truncate
+from parallel_layers.inference.truncation import _ordered, _weights_above, least_logits
+from parallel_layers.inference.vocabulary_parallel import packed_bits
+from parallel_layers.kernels import sample as kernels
+from parallel_layers.kernels.sample import (
+    WEIGHT_BITS,
+    bits_of_kept,
+    draw_from_share,
+    draw_tokens,
+    row_statistics,
+    weights_above,
+)
 
 
 @pytest.mark.parametrize("vocab_size", [51, 5000])
@@ -17,7 +28,7 @@ def test_draws_follow_the_cumulative_distribution(device: torch.device, vocab_si
     logits[3, 10:], logits[:, -1] = -torch.inf, -torch.inf
     uniforms = torch.rand(40, device=device)
     uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-24])
-    tokens, log_probs, _ = draw_tokens(logits, uniforms, 0.7)
+    tokens, log_probs = draw_tokens(logits, uniforms, 0.7)
     expected = (logits / 0.7).double().log_softmax(-1)
     torch.testing.assert_close(log_probs.double(), expected.gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
     passed = expected.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
@@ -28,8 +39,9 @@ def test_draws_follow_the_cumulative_distribution(device: torch.device, vocab_si
 def test_broken_rows_have_no_log_prob(device: torch.device) -> None:
     logits = torch.randn(4, 300, device=device)
     logits[0, 5], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
-    for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
-        tokens, log_probs, _ = draw_tokens(logits, torch.rand(4, device=device), 1.0, **options)
+    for options in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+        least = least_logits(logits, **options)
+        tokens, log_probs = draw_tokens(logits, torch.rand(4, device=device), 1.0, least)
     assert log_probs.isnan().tolist() == [True, True, True, False]
     assert ((tokens >= 0) & (tokens < 300)).all()
 
@@ -39,26 +51,48 @@ def test_broken_rows_have_no_log_prob(device: torch.device) -> None:
     [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.9}, {"top_k": 9999}, {"min_p": 0.05, "top_p": 0.9}],
     ids=str,
 )
-def test_truncated_draws(device: torch.device, options: dict[str, float]) -> None:
+def test_truncated_draws(device: torch.device, options: dict[str, Any]) -> None:
     """Drawn from the tokens that `truncate` keeps, in proportion; the log-probs are those before the truncation."""
     torch.manual_seed(0)
     draws = 200 if device.type == "cuda" else 4  # the interpreter is slow
     logits = (3 * torch.randn(3, 700, device=device)).repeat_interleave(draws, 0)
     uniforms = (torch.arange(draws, device=device) / draws).repeat(3)
-    tokens, log_probs, _ = draw_tokens(logits, uniforms, 0.9, **options)
+    least = least_logits(logits, temperature=0.9, **options)
+    tokens, log_probs = draw_tokens(logits, uniforms, 0.9, least)
     whole = (logits / 0.9).double().log_softmax(-1)
     torch.testing.assert_close(log_probs.double(), whole.gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
     kept = truncate(whole, **options).softmax(-1)
-    same_tokens, renormalised, bits = draw_tokens(logits, uniforms, 0.9, **options, with_mask=True)
+    same_tokens, renormalised = draw_tokens(logits, uniforms, 0.9, least, among_kept=True)
     assert torch.equal(same_tokens, tokens)
     torch.testing.assert_close(renormalised.double(), kept.log().gather(1, tokens[:, None])[:, 0], rtol=0, atol=5e-6)
-    expected = [row.nonzero()[:, 0].tolist() for row in kept]
-    assert SamplingMask.from_bits(bits).tolist() == expected
+    for offset, words in ((0, 22), (29, 23)):
+        bits = bits_of_kept(logits, least, offset, words)
+        assert torch.equal(bits, packed_bits(kept > 0, offset, words))
     passed = kept.cumsum(-1).gather(1, tokens[:, None])[:, 0]
     own = kept.gather(1, tokens[:, None])[:, 0]
     assert (own > 0).all()
     assert (uniforms <= passed + 2e-6).all()
     assert (uniforms >= passed - own - 2e-6).all()
+
+
+@pytest.mark.parametrize("vocab_size", [5, 512, 1300])
+@pytest.mark.parametrize("shift", [0, 12, 28])
+def test_weights_above_thresholds(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab_size: int, shift: int
+) -> None:
+    """As torch adds them; at most two programs for the three blocks of a row."""
+    monkeypatch.setattr(kernels, "_PROGRAMS", 6)
+    torch.manual_seed(4)
+    logits = 3 * torch.randn(3, vocab_size, device=device)
+    logits[1, 1:], logits[:, 3] = -torch.inf, -torch.inf
+    highest, least = logits.amax(-1), logits.amax(-1) - 9
+    keys = _ordered(logits.view(torch.int32))
+    low = torch.full_like(keys[:, 0], torch.iinfo(torch.int32).min) if shift == 28 else keys[:, 0] - (3 << shift)
+    weights = (((logits - highest[:, None]) / 0.7).exp() * 2**WEIGHT_BITS).masked_fill(logits < least[:, None], 0)
+    result = weights_above(logits, highest, least, low, shift, 0.7)
+    expected = _weights_above(keys, weights.long(), low, shift)
+    # Exponentials differ in their last bits.
+    torch.testing.assert_close(result.double(), expected.double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 2048, 5000])

@@ -5,50 +5,17 @@ Shape legend: N sequences, V vocabulary, or this rank's part of a vocabulary tha
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.inference.vocabulary_parallel import from_owner, most_likely, share_of, statistics
+from parallel_layers.inference.truncation import check_truncation, least_logits
+from parallel_layers.inference.vocabulary_parallel import from_owner, joined_bits, packed_bits, share_of, statistics
 from parallel_layers.kernels.runtime import use_triton
-from parallel_layers.kernels.sample import draw_from_share, draw_tokens, row_statistics
-
-
-def check_truncation(top_k: int | None, top_p: float, min_p: float) -> None:
-    """Raise ValueError when top_k is below 1, top_p outside (0, 1], or min_p outside [0, 1]."""
-    if (top_k is not None and top_k < 1) or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
-        raise ValueError(
-            f"top_k={top_k} must be at least 1 (None keeps all tokens), top_p={top_p} lie in (0, 1], and min_p={min_p} "
-            "in [0, 1]"
-        )
-
-
-def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Return the logits with -inf for tokens that may not be drawn.
-
-    min-p keeps the tokens whose probability is at least `min_p` times the largest (Nguyen et al. 2024,
-    arXiv:2407.01082); then top-k the k most likely tokens (Fan et al. 2018, arXiv:1805.04833); then top-p the smallest
-    set of most likely tokens whose probability among these reaches p (Holtzman et al. 2020, arXiv:1904.09751), always
-    at least one. This is the order of vLLM. Tokens as likely as the last kept token are kept, too.
-
-    Raises:
-        ValueError: top_k is below 1, top_p outside (0, 1], or min_p outside [0, 1].
-    """
-    check_truncation(top_k, top_p, min_p)
-    least = logits_NV.amax(dim=-1, keepdim=True) + (math.log(min_p) if min_p else -math.inf)
-    if top_k is not None and top_k < logits_NV.shape[-1]:
-        least = torch.maximum(least, logits_NV.topk(top_k, dim=-1).values[..., -1:])
-    if top_p < 1:
-        ordered = logits_NV.masked_fill(logits_NV < least, -torch.inf).sort(dim=-1, descending=True).values
-        probability = ordered.softmax(dim=-1)
-        # A token stays if the tokens before it have not reached p.
-        last = (probability.cumsum(dim=-1) - probability < top_p).sum(dim=-1, keepdim=True) - 1
-        least = ordered.gather(-1, last.clamp(min=0))
-    return logits_NV.masked_fill(logits_NV < least, -torch.inf)
+from parallel_layers.kernels.sample import bits_of_kept, draw_from_share, draw_tokens, row_statistics
 
 
 def sample(
@@ -67,10 +34,9 @@ def sample(
         logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least 1e-30 in fp32; 0 takes the most likely token.
-        top_k, top_p, min_p: See `truncate`. Ranks of a group with top-k drop tokens that tie with the k-th.
+        top_k, top_p, min_p: See `truncate`.
         group: The ranks that hold equal parts of the vocabulary, in its order, with -inf for padding. All ranks get the
-            same bits. Communication: exchanges `[N, 2]` and with top-k `[N, top_k]`; top-p and min-p without top-k
-            gather the logits.
+            same bits. Communication: see `least_logits` where tokens are left out, `share_of` and `from_owner`.
 
     Returns:
         Tokens `[N]` int64, and their log-probs `[N]` fp32 at this temperature (at 1 for temperature 0), before the
@@ -80,57 +46,21 @@ def sample(
         ValueError: `truncate` refuses an option.
     """
     check_truncation(top_k, top_p, min_p)
-    truncated = top_k is not None or top_p < 1 or min_p > 0
+    least_N = None
+    if temperature and (top_k is not None or top_p < 1 or min_p > 0):
+        logits_NV = _contiguous(logits_NV)
+        limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        least_N = least_logits(logits_NV, temperature=temperature, **limits, group=group)
     if async_collectives.is_sharded(group):
-        if temperature and truncated and top_k is None:  # a search for the threshold would take more exchanges
-            logits_NV, group = async_collectives.all_gather(logits_NV, group, -1), None
-        else:
-            return _sample_parts(logits_NV, uniforms_N, group, temperature, top_k, top_p, min_p)
+        return _draw_from_parts(logits_NV, uniforms_N, temperature, least_N, group)
     if temperature and use_triton(logits_NV):
-        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p, min_p)[:2]
+        return draw_tokens(_contiguous(logits_NV), uniforms_N, temperature, least_N)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
     else:
-        weights = (
-            truncate(log_probs_NV, top_k=top_k, top_p=top_p, min_p=min_p).exp() if truncated else log_probs_NV.exp()
-        )
-        tokens = _drawn(weights, uniforms_N)[:, 0]
+        tokens = _drawn(_kept(log_probs_NV, logits_NV, least_N).exp(), uniforms_N)[:, 0]
     return tokens, log_probs_NV.gather(-1, tokens[:, None])[:, 0].float()
-
-
-def _sample_parts(
-    logits_NV: Tensor,
-    uniforms_N: Tensor,
-    group: ProcessGroup,
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    min_p: float,
-) -> tuple[Tensor, Tensor]:
-    """Draw from this rank's part of the vocabulary and the other ranks' parts; see `sample`."""
-    part = logits_NV.shape[1]
-    if temperature and top_k is None and use_triton(logits_NV):
-        logits_NV = logits_NV.float().contiguous()
-        stats, highest, total = row_statistics(logits_NV, temperature)
-        share = share_of(highest, total, uniforms_N, group)
-        drawn = draw_from_share(logits_NV, stats, share.target, share.normalizer, temperature)
-        return from_owner(share, *drawn, group, part)
-    scaled_NV = logits_NV / (temperature or 1.0)
-    share = share_of(*statistics(scaled_NV), uniforms_N, group)
-    if temperature and top_k is None:
-        weights = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp()
-        column = _passed(weights.double().cumsum(-1), share.target.double()[:, None])
-        log_prob = scaled_NV.gather(-1, column)[:, 0] - share.normalizer
-        return from_owner(share, column[:, 0], log_prob, group, part)
-    ordered, order = most_likely(scaled_NV, top_k if temperature and top_k else 1, group)
-    ordered = truncate(ordered, top_p=top_p, min_p=min_p)
-    # In the order of the vocabulary, as on one rank.
-    ids, places = order.sort(dim=-1)
-    kept = ordered.gather(-1, places)
-    column = _drawn((kept - ordered[:, :1]).exp(), uniforms_N)
-    log_prob = kept.gather(-1, column)[:, 0] - share.normalizer
-    return ids.gather(-1, column)[:, 0], log_prob.float()
 
 
 def sample_with_mask(
@@ -146,23 +76,78 @@ def sample_with_mask(
     """Draw as `sample` does, and return the tokens that the truncation has kept, as bits.
 
     Training renormalises its probabilities over these tokens (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). A group
-    gathers the logits.
+    gathers the bits, V / 8 bytes a row.
 
     Returns:
         Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and bits `[N, B]`
         uint8, B = 4 ceil(V / 32), of which `head.SamplingMask.from_bits` makes a mask.
     """
     check_truncation(top_k, top_p, min_p)
+    logits_NV, part = _contiguous(logits_NV), logits_NV.shape[1]
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    least_N = least_logits(logits_NV, temperature=temperature, **limits, group=group)
+    with_triton = use_triton(logits_NV)
+
+    def bits_of(offset: int, words: int) -> Tensor:
+        if with_triton:
+            return bits_of_kept(logits_NV, least_N, offset, words)
+        return packed_bits((logits_NV >= least_N[:, None]) & (logits_NV > -torch.inf), offset, words)
+
     if async_collectives.is_sharded(group):
-        logits_NV = async_collectives.all_gather(logits_NV, group, -1)
-    if use_triton(logits_NV):
-        return draw_tokens(logits_NV.float().contiguous(), uniforms_N, temperature, top_k, top_p, min_p, with_mask=True)
-    kept = truncate(logits_NV / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    log_probs = kept.log_softmax(dim=-1)
-    tokens = _drawn(log_probs.exp(), uniforms_N)
-    bits = F.pad(kept > -torch.inf, (0, -kept.shape[-1] % 32)).unflatten(-1, (-1, 8)).to(torch.uint8)
-    bits = (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(dim=-1, dtype=torch.uint8)
-    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float(), bits
+        tokens, log_probs = _draw_from_parts(logits_NV, uniforms_N, temperature, least_N, group, among_kept=True)
+        return tokens, log_probs, joined_bits(bits_of, group, part).view(torch.uint8)
+    bits = bits_of(0, -(-part // 32)).view(torch.uint8)
+    if with_triton:
+        return *draw_tokens(logits_NV, uniforms_N, temperature, least_N, among_kept=True), bits
+    log_probs_NV = _kept(logits_NV / temperature, logits_NV, least_N).log_softmax(dim=-1)
+    tokens = _drawn(log_probs_NV.exp(), uniforms_N)
+    return tokens[:, 0], log_probs_NV.gather(-1, tokens)[:, 0].float(), bits
+
+
+def _draw_from_parts(
+    logits_NV: Tensor,
+    uniforms_N: Tensor,
+    temperature: float,
+    least_N: Tensor | None,
+    group: ProcessGroup,
+    among_kept: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Draw from this rank's part of the vocabulary and the other ranks' parts, tokens with at least the logit `least`.
+
+    The log-probs are those before the truncation, or with `among_kept` those among the kept tokens.
+    """
+    part = logits_NV.shape[1]
+    if temperature and use_triton(logits_NV):
+        logits_NV = _contiguous(logits_NV)
+        stats, highest, total = row_statistics(logits_NV, temperature)
+        kept = total
+        if least_N is not None:
+            stats, _, kept = row_statistics(logits_NV, temperature, least_N)
+        share = share_of(highest, kept if among_kept else total, kept, uniforms_N, group)
+        drawn = draw_from_share(logits_NV, stats, share.target, share.normalizer, temperature, least_N)
+        return from_owner(share, *drawn, group, part)
+    scaled_NV = logits_NV / (temperature or 1.0)
+    highest, total = statistics(scaled_NV)
+    if temperature == 0:
+        share = share_of(highest, total, total, None, group)
+        return from_owner(share, scaled_NV.argmax(-1), highest - share.normalizer, group, part)
+    weights = (_kept(scaled_NV, logits_NV, least_N) - highest[:, None]).exp()
+    kept = total if least_N is None else torch.where(highest == -torch.inf, 0, weights.sum(-1))
+    share = share_of(highest, kept if among_kept else total, kept, uniforms_N, group)
+    column = _passed(weights.double().cumsum(-1), share.target.double()[:, None])
+    log_prob = scaled_NV.gather(-1, column)[:, 0] - share.normalizer
+    return from_owner(share, column[:, 0], log_prob, group, part)
+
+
+def _contiguous(logits_NV: Tensor) -> Tensor:
+    """Return the logits in the form of the kernels; fp64 stays fp64 without kernels."""
+    is_double = logits_NV.dtype == torch.float64 and not use_triton(logits_NV)
+    return logits_NV.contiguous() if is_double else logits_NV.float().contiguous()
+
+
+def _kept(values_NV: Tensor, logits_NV: Tensor, least_N: Tensor | None) -> Tensor:
+    """Return the values with -inf for tokens below a logit."""
+    return values_NV if least_N is None else values_NV.masked_fill(logits_NV < least_N[:, None], -torch.inf)
 
 
 def _drawn(weights: Tensor, uniforms_N: Tensor) -> Tensor:

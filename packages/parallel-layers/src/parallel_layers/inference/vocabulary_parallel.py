@@ -4,16 +4,18 @@ The ranks exchange the maximum and the sum of exponentials of each row. Every ra
 falls into; that rank finds the token, and a sum over the ranks brings it to all. So the cumulative distribution is
 inverted in the order of the vocabulary, as on one rank. All ranks compute from the same exchanged bits.
 
-Shape legend: N rows, P tokens of this rank's part of the vocabulary, R ranks, k candidates.
+Shape legend: N rows, P tokens of this rank's part of the vocabulary, R ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 
@@ -32,16 +34,28 @@ class Share(NamedTuple):
     normalizer: Tensor
 
 
-def share_of(highest_N: Tensor, total_N: Tensor, uniforms_N: Tensor, group: ProcessGroup) -> Share:
-    """Return this rank's share of each draw, from the maxima and sums of exponentials of its part.
+def share_of(
+    highest_N: Tensor, total_N: Tensor, kept_N: Tensor, uniforms_N: Tensor | None, group: ProcessGroup
+) -> Share:
+    """Return this rank's share of each draw.
 
-    The sum is relative to the maximum, and 0 for a part of -inf alone. Communication: an all-gather `[N, 2]`.
+    Communication: an all-gather `[N, 2]`, or `[N, 3]` where not all tokens are kept.
+
+    Args:
+        highest_N: The largest logit of this part.
+        total_N: The sum of exponentials of this part, relative to the largest logit; 0 for a part of -inf alone.
+        kept_N: The sum over the tokens that may be drawn; `total_N` itself: all.
+        uniforms_N: The numbers that decide; None: the most likely token.
     """
-    both_N2 = torch.stack((highest_N, total_N), dim=1)
-    maxima_RN, sums_RN = async_collectives.all_gather(both_N2[None], group).unbind(-1)
+    sums = (total_N,) if kept_N is total_N else (total_N, kept_N)
+    maxima_RN, *sums_RN = async_collectives.all_gather(torch.stack((highest_N, *sums), 1)[None], group).unbind(-1)
     largest_N = maxima_RN.amax(0)
     # A part of -inf alone has no exponentials.
-    weights_RN = torch.where(maxima_RN == -torch.inf, sums_RN, sums_RN * (maxima_RN - largest_N).exp())
+    factor_RN = torch.where(maxima_RN == -torch.inf, 1, (maxima_RN - largest_N).exp())
+    normalizer_N = largest_N + (sums_RN[0] * factor_RN).cumsum(0)[-1].log()
+    if uniforms_N is None:
+        return Share(maxima_RN.argmax(0) == group.rank(), normalizer_N, normalizer_N)
+    weights_RN = sums_RN[-1] * factor_RN
     passed_RN = weights_RN.cumsum(0)
     target_N = uniforms_N.to(passed_RN.dtype) * passed_RN[-1]
     # Rounding may leave the last cumulative sum below the target: take the last part that has weight.
@@ -49,7 +63,7 @@ def share_of(highest_N: Tensor, total_N: Tensor, uniforms_N: Tensor, group: Proc
     last = torch.where(weights_RN > 0, ranks, 0).amax(0)
     owner = torch.minimum((passed_RN <= target_N).sum(0), last)[None]
     rest_N = (target_N - (passed_RN - weights_RN).gather(0, owner)[0]) * (largest_N - highest_N).exp()
-    return Share(owner[0] == group.rank(), rest_N, largest_N + passed_RN[-1].log())
+    return Share(owner[0] == group.rank(), rest_N, normalizer_N)
 
 
 def from_owner(
@@ -75,14 +89,24 @@ def statistics(logits_NP: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def most_likely(logits_NP: Tensor, count: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest logits of all ranks in descending order, and their tokens: `[N, k]` each.
+def packed_bits(kept_NP: Tensor, offset: int, words: int) -> Tensor:
+    """Return the bits `[N, words]` int32 of a mask: bit j of word w is column 32 w + j - offset."""
+    width = 32 * words
+    padded = F.pad(kept_NP, (offset, width - offset - kept_NP.shape[1])).unflatten(1, (-1, 8)).to(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=padded.device)
+    return (padded << shifts).sum(-1, dtype=torch.uint8).view(torch.int32)
 
-    Communication: two all-gathers `[N, k]` of each rank's own candidates.
+
+def joined_bits(bits_of: Callable[[int, int], Tensor], group: ProcessGroup, part: int) -> Tensor:
+    """Return the bits of all ranks' parts, of `part` tokens each: `[N, ceil(R part / 32)]` int32.
+
+    `bits_of(offset, words)` returns the bits of this rank's part, behind `offset` bits that are 0. Communication: an
+    all-gather of these bits.
     """
-    part = logits_NP.shape[1]
-    values, tokens = logits_NP.topk(min(count, part), dim=-1)
-    values = async_collectives.all_gather(values, group, -1)
-    tokens = async_collectives.all_gather(tokens + group.rank() * part, group, -1)
-    ordered, places = values.topk(min(count, values.shape[1]), dim=-1)
-    return ordered, tokens.gather(-1, places)
+    starts = [rank * part for rank in range(group.size())]
+    words, total = -(-(part + 31) // 32), -(-(group.size() * part) // 32)
+    rows = async_collectives.all_gather(bits_of(starts[group.rank()] % 32, words)[None], group)
+    joined = rows.new_zeros(rows.shape[1], total + words)
+    for start, bits in zip(starts, rows, strict=True):
+        joined[:, start // 32 : start // 32 + words] |= bits
+    return joined[:, :total]

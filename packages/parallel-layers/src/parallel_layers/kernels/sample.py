@@ -3,9 +3,7 @@
 The first kernel keeps the maximum and the sum of exponentials of each block of the vocabulary. The second finds the
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
-For min-p, top-k and top-p a third kernel finds the smallest logit that may be drawn, by a search over the bits of a
-float: the number of tokens from a threshold on (their probability) falls with the threshold. Tokens as likely as the
-last kept token are kept, too.
+A third kernel adds the weights of the tokens above thresholds, for the search of `inference.truncation`.
 
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """
@@ -15,32 +13,35 @@ Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
 _BLOCK = 2048
-# Thresholds that one pass over a row tries: 8 find one of 2^32 in 11 passes.
-_WAYS = 8
+# Thresholds that one pass over the logits tries.
+WAYS = 16
+# The likeliest token has the weight 2^40 in a search for a threshold.
+WEIGHT_BITS = 40
+_SEARCH_BLOCK = 512
+# Programs that fill a GPU.
+_PROGRAMS = 2048
 
 
 @triton.jit
-def _load(row_ptr, at, vocab_size, temperature, smallest):
-    x = tl.load(row_ptr + at, mask=at < vocab_size, other=float("-inf")) / temperature
-    return tl.where(x < smallest, float("-inf"), x)
+def _load(row_ptr, at, vocab_size, temperature, least):
+    x = tl.load(row_ptr + at, mask=at < vocab_size, other=float("-inf"))
+    return tl.where(x < least, float("-inf"), x) / temperature
 
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, smallest_ptr, stats_ptr, stride, vocab_size, temperature,
+    logits_ptr, least_ptr, stats_ptr, stride, vocab_size, temperature,
     BLOCK: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    smallest = tl.load(smallest_ptr + row) if TRUNCATED else float("-inf")
-    x = _load(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, temperature, smallest)
+    least = tl.load(least_ptr + row) if TRUNCATED else float("-inf")
+    x = _load(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, temperature, least)
     highest = tl.max(x, 0)
     # A block of -inf alone has the sum 0.
     total = tl.sum(tl.exp(x - tl.where(highest == float("-inf"), 0.0, highest)), 0)
@@ -60,63 +61,38 @@ def _row_statistics(stats_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """Return an integer for each fp32 number, in the same order; the function is its own inverse on the bits."""
+    """Return an integer for each fp32 number, in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _measure(
-    row_ptr, vocab_size, temperature, highest, least, WAYS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
-    """Return for each of the `[WAYS]` thresholds the number of tokens from it on, or their sum of exponentials."""
-    totals = tl.zeros((WAYS, BLOCK), tl.float32)
-    for begin in range(0, vocab_size, BLOCK):
-        x = _load(row_ptr, begin + tl.arange(0, BLOCK), vocab_size, temperature, float("-inf"))
-        weight = tl.where(x > float("-inf"), 1.0 if COUNT else tl.exp(x - highest), 0.0)
-        totals += tl.where(_ordered(x)[None, :] >= least[:, None], weight[None, :], 0.0)
-    return tl.sum(totals, 1)
-
-
-@triton.jit
-def _largest_threshold(
-    row_ptr, vocab_size, temperature, highest, least, target,
-    WAYS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+def _weights_above_kernel(
+    logits_ptr, highest_ptr, least_ptr, low_ptr, weights_ptr, stride, vocab_size, temperature, shift,
+    WAYS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest threshold from `least` on whose tokens measure at least `target`."""
-    low, high = least.to(tl.int64), _ordered(highest).to(tl.int64)
-    way = tl.arange(0, WAYS).to(tl.int64)
-    while low < high:
-        # The last of these is `high`; they divide the rest evenly.
-        tried = low + ((high - low) * (way + 1) + WAYS - 1) // WAYS
-        # False for NaN, so that the search ends for a broken row.
-        enough = _measure(row_ptr, vocab_size, temperature, highest, tried.to(tl.int32), WAYS, BLOCK, COUNT) >= target
-        low = tl.maximum(low, tl.max(tl.where(enough, tried, low), 0))
-        high = tl.minimum(high, tl.min(tl.where(enough, high, tried - 1), 0))
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _truncation_kernel(
-    logits_ptr, stats_ptr, smallest_ptr, stride, vocab_size, blocks, temperature, top_k, top_p, log_min_p,
-    WAYS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
-    highest, _ = _row_statistics(stats_ptr, row, blocks, BLOCKS)
-    least = _ordered(highest + log_min_p)
-    if TOP_K:
-        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, top_k, WAYS, BLOCK, True)
-    if TOP_P:
-        measure = _measure(row_ptr, vocab_size, temperature, highest, least + tl.zeros((1,), tl.int32), 1, BLOCK, False)
-        target = top_p * tl.sum(measure, 0)
-        least = _largest_threshold(row_ptr, vocab_size, temperature, highest, least, target, WAYS, BLOCK, False)
-    tl.store(smallest_ptr + row, (least ^ ((least >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    highest, least, low = tl.load(highest_ptr + row), tl.load(least_ptr + row), tl.load(low_ptr + row)
+    way = tl.arange(0, WAYS)
+    tried = low + (way << shift)
+    above, inside = tl.zeros((BLOCK,), tl.int64), tl.zeros((WAYS, BLOCK), tl.int64)
+    for begin in range(block * BLOCK, vocab_size, blocks * BLOCK):
+        x = _load(logits_ptr + row * stride, begin + tl.arange(0, BLOCK), vocab_size, 1.0, least)
+        weight = (tl.exp((x - highest) / temperature) * (1 << WEIGHT_BITS)).to(tl.int64)
+        weight = tl.where(x > float("-inf"), weight, 0)
+        key = _ordered(x)
+        # Most blocks have no token between the thresholds once these are close.
+        last = low + ((WAYS - 1) << shift)
+        above += tl.where(key >= last, weight, 0)
+        if tl.max(((key >= low) & (key < last)).to(tl.int32), 0) > 0:
+            weight = tl.where(key < last, weight, 0)
+            inside += tl.where(key[None, :] >= tried[:, None], weight[None, :], 0)
+    tl.atomic_add(weights_ptr + row * WAYS + way, tl.sum(inside, 1) + tl.sum(above, 0))
 
 
 @triton.jit
 def _choice_kernel(
-    logits_ptr, smallest_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, normalizers_ptr, tokens_ptr, log_probs_ptr,
+    logits_ptr, least_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, normalizers_ptr, tokens_ptr, log_probs_ptr,
     stride, vocab_size, blocks, temperature,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TRUNCATED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -136,8 +112,8 @@ def _choice_kernel(
     block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last_weighted)
     remainder = target - tl.sum(tl.where(block_number < block, weights, 0.0), 0)
     inside = tl.arange(0, BLOCK)
-    smallest = tl.load(smallest_ptr + row) if TRUNCATED else float("-inf")
-    x = _load(logits_ptr + row * stride, block * BLOCK + inside, vocab_size, temperature, smallest)
+    least = tl.load(least_ptr + row) if TRUNCATED else float("-inf")
+    x = _load(logits_ptr + row * stride, block * BLOCK + inside, vocab_size, temperature, least)
     exponentials = tl.exp(x - highest)
     last_weighted = tl.max(tl.where(exponentials > 0.0, inside, 0), 0)
     token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= remainder).to(tl.int32), 0), last_weighted)
@@ -147,14 +123,37 @@ def _choice_kernel(
 
 
 @triton.jit
-def _bits_kernel(logits_ptr, smallest_ptr, bits_ptr, stride, vocab_size, words, temperature, BLOCK: tl.constexpr):
-    """Write the bits of the kept tokens: bit j of word w is token 32 w + j."""
+def _bits_kernel(
+    logits_ptr, least_ptr, bits_ptr, stride, vocab_size, words, offset, BLOCK: tl.constexpr, TRUNCATED: tl.constexpr
+):
+    """Write the bits of the kept tokens: bit j of word w is token 32 w + j - offset."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    smallest = tl.load(smallest_ptr + row)
-    x = _load(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocab_size, temperature, smallest)
-    kept = (x > float("-inf")).to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
-    at = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    tl.store(bits_ptr + row * words + at, tl.sum(kept, 1), mask=at < words)
+    least = tl.load(least_ptr + row) if TRUNCATED else float("-inf")
+    at = block * BLOCK + tl.arange(0, BLOCK) - offset
+    x = tl.load(logits_ptr + row * stride + at, mask=(at >= 0) & (at < vocab_size), other=float("-inf"))
+    kept = ((x > float("-inf")) & ~(x < least)).to(tl.int32).reshape(BLOCK // 32, 32) << tl.arange(0, 32)[None, :]
+    word = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    tl.store(bits_ptr + row * words + word, tl.sum(kept, 1), mask=word < words)
+
+
+@on_its_device
+def weights_above(
+    logits_NV: Tensor, highest_N: Tensor, least_N: Tensor, low_N: Tensor, shift: int, temperature: float
+) -> Tensor:
+    """Return the weight `[N, 16]` int64 of the tokens from each threshold `low + (w << shift)` on.
+
+    A token has the weight 2^40 exp((logit - highest) / temperature), rounded down, and 0 below the logit `least`.
+    Thresholds are int32 in the order of the floats with these bits. For fp32 logits that are contiguous.
+    """
+    num, vocab_size = logits_NV.shape
+    weights = logits_NV.new_zeros(num, WAYS, dtype=torch.int64)
+    if num:
+        blocks = min(cdiv(vocab_size, _SEARCH_BLOCK), cdiv(_PROGRAMS, num))
+        _weights_above_kernel[(num, blocks)](
+            logits_NV, highest_N, least_N, low_N, weights, logits_NV.stride(0), vocab_size, temperature, shift,
+            WAYS=WAYS, BLOCK=_SEARCH_BLOCK, WEIGHT_BITS=WEIGHT_BITS, num_warps=8,
+        )  # fmt: skip
+    return weights
 
 
 @on_its_device
@@ -162,63 +161,31 @@ def draw_tokens(
     logits_NV: Tensor,
     uniforms_N: Tensor,
     temperature: float,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    with_mask: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens `[N]` int64, their log-probs `[N]`, and bits of the kept tokens, for contiguous fp32 logits.
+    least_N: Tensor | None = None,
+    among_kept: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return tokens `[N]` int64 with at least the logit `least`, and their log-probs `[N]`, for contiguous fp32 logits.
 
-    The log-probs are those before the truncation, and the bits are empty; with `with_mask` the log-probs are those
-    among the kept tokens. See `inference.sampling.sample_with_mask`.
+    The log-probs are those before the truncation, or with `among_kept` those among the kept tokens.
     """
-    num, vocab_size = logits_NV.shape
-    blocks, stride = cdiv(vocab_size, _BLOCK), logits_NV.stride(0)
-    width = next_power_of_2(blocks)
-    tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
-    stats, smallest = logits_NV.new_empty(num, blocks, 2), torch.empty_like(log_probs)
-    kept_stats, truncated = stats, with_mask or top_k is not None or top_p < 1 or min_p > 0
-    bits = tokens.new_empty(num, cdiv(vocab_size, 32) * with_mask, dtype=torch.int32)
-    if num:
-        numbers = (stride, vocab_size, temperature)
-        _statistics_kernel[(num, blocks)](
-            logits_NV, smallest, stats, *numbers, BLOCK=_BLOCK, TRUNCATED=False, num_warps=8
-        )
-        if truncated:
-            kept_stats = torch.empty_like(stats)
-            _truncation_kernel[(num,)](
-                logits_NV, stats, smallest, stride, vocab_size, blocks, temperature, float(top_k or 0), top_p,
-                math.log(min_p) if min_p else -math.inf,
-                WAYS=_WAYS, BLOCK=_BLOCK, BLOCKS=width, TOP_K=top_k is not None, TOP_P=top_p < 1, num_warps=8,
-            )  # fmt: skip
-            _statistics_kernel[(num, blocks)](
-                logits_NV, smallest, kept_stats, *numbers, BLOCK=_BLOCK, TRUNCATED=True, num_warps=8
-            )
-        _choice_kernel[(num,)](
-            logits_NV, smallest, kept_stats if with_mask else stats, kept_stats, uniforms_N, smallest, tokens,
-            log_probs, stride, vocab_size, blocks, temperature,
-            BLOCK=_BLOCK, BLOCKS=width, TRUNCATED=truncated, SHARED=False, num_warps=8,
-        )  # fmt: skip
-        if with_mask:
-            _bits_kernel[(num, blocks)](
-                logits_NV, smallest, bits, stride, vocab_size, bits.shape[1], temperature, BLOCK=_BLOCK, num_warps=8
-            )
-    return tokens, log_probs, bits.view(torch.uint8)
+    tokens, log_probs = logits_NV.new_empty(len(logits_NV), dtype=torch.int64), logits_NV.new_empty(len(logits_NV))
+    if len(logits_NV):
+        kept_stats = stats = _statistics(logits_NV, temperature, least_N)
+        if least_N is not None and not among_kept:
+            stats = _statistics(logits_NV, temperature, None)
+        _choose(logits_NV, stats, kept_stats, uniforms_N, None, least_N, temperature, tokens, log_probs)
+    return tokens, log_probs
 
 
 @on_its_device
-def row_statistics(logits_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(
+    logits_NV: Tensor, temperature: float, least_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the statistics of blocks for `draw_from_share`, and each row's maximum and sum of exponentials `[N]`.
 
-    The sum is relative to the maximum; 0 for -inf alone.
+    The sum is relative to the maximum; 0 for -inf alone. Only logits of at least `least` count.
     """
-    num, vocab_size = logits_NV.shape
-    stats = logits_NV.new_empty(num, cdiv(vocab_size, _BLOCK), 2)
-    if num:
-        _statistics_kernel[stats.shape[:2]](
-            logits_NV, stats, stats, logits_NV.stride(0), vocab_size, temperature,
-            BLOCK=_BLOCK, TRUNCATED=False, num_warps=8,
-        )  # fmt: skip
+    stats = _statistics(logits_NV, temperature, least_N)
     maxima, sums = stats.unbind(-1)
     highest = maxima.amax(-1)
     # A block of -inf alone has the sum 0, or NaN.
@@ -228,19 +195,67 @@ def row_statistics(logits_NV: Tensor, temperature: float) -> tuple[Tensor, Tenso
 
 @on_its_device
 def draw_from_share(
-    logits_NV: Tensor, stats: Tensor, targets_N: Tensor, normalizers_N: Tensor, temperature: float
+    logits_NV: Tensor,
+    stats: Tensor,
+    targets_N: Tensor,
+    normalizers_N: Tensor,
+    temperature: float,
+    least_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the token in which the cumulative sum of exponentials, relative to the row's maximum, passes a target.
 
     The log-prob is the logit less the row's normalizer. For logits and statistics of `row_statistics`: `[N]` each.
     """
-    num, vocab_size = logits_NV.shape
-    tokens, log_probs = logits_NV.new_empty(num, dtype=torch.int64), logits_NV.new_empty(num)
-    if num:
-        blocks = stats.shape[1]
-        _choice_kernel[(num,)](
-            logits_NV, log_probs, stats, stats, targets_N, normalizers_N, tokens, log_probs, logits_NV.stride(0),
-            vocab_size, blocks, temperature,
-            BLOCK=_BLOCK, BLOCKS=next_power_of_2(blocks), TRUNCATED=False, SHARED=True, num_warps=8,
-        )  # fmt: skip
+    tokens, log_probs = logits_NV.new_empty(len(logits_NV), dtype=torch.int64), logits_NV.new_empty(len(logits_NV))
+    if len(logits_NV):
+        _choose(logits_NV, stats, stats, targets_N, normalizers_N, least_N, temperature, tokens, log_probs)
     return tokens, log_probs
+
+
+@on_its_device
+def bits_of_kept(logits_NV: Tensor, least_N: Tensor | None, offset: int, words: int) -> Tensor:
+    """Return the bits `[N, words]` int32 of the finite logits of at least `least`, for contiguous fp32 logits.
+
+    Bit j of word w is column 32 w + j - offset.
+    """
+    num, vocab_size = logits_NV.shape
+    bits = logits_NV.new_empty(num, words, dtype=torch.int32)
+    if num:
+        _bits_kernel[(num, cdiv(words * 32, _BLOCK))](
+            logits_NV, bits if least_N is None else least_N, bits, logits_NV.stride(0), vocab_size, words, offset,
+            BLOCK=_BLOCK, TRUNCATED=least_N is not None, num_warps=8,
+        )  # fmt: skip
+    return bits
+
+
+def _statistics(logits_NV: Tensor, temperature: float, least_N: Tensor | None) -> Tensor:
+    """Return the maximum and the sum of exponentials of each block, `[N, J, 2]`."""
+    num, vocab_size = logits_NV.shape
+    stats = logits_NV.new_empty(num, cdiv(vocab_size, _BLOCK), 2)
+    if num:
+        _statistics_kernel[stats.shape[:2]](
+            logits_NV, stats if least_N is None else least_N, stats, logits_NV.stride(0), vocab_size, temperature,
+            BLOCK=_BLOCK, TRUNCATED=least_N is not None, num_warps=8,
+        )  # fmt: skip
+    return stats
+
+
+def _choose(
+    logits_NV: Tensor,
+    stats: Tensor,
+    kept_stats: Tensor,
+    targets_N: Tensor,
+    normalizers_N: Tensor | None,
+    least_N: Tensor | None,
+    temperature: float,
+    tokens_N: Tensor,
+    log_probs_N: Tensor,
+) -> None:
+    """Write tokens and log-probs. With normalizers the targets are sums of exponentials, else shares of the row."""
+    blocks = stats.shape[1]
+    _choice_kernel[tokens_N.shape](
+        logits_NV, log_probs_N if least_N is None else least_N, stats, kept_stats, targets_N,
+        log_probs_N if normalizers_N is None else normalizers_N, tokens_N, log_probs_N, logits_NV.stride(0),
+        logits_NV.shape[1], blocks, temperature, BLOCK=_BLOCK, BLOCKS=next_power_of_2(blocks),
+        TRUNCATED=least_N is not None, SHARED=normalizers_N is not None, num_warps=8,
+    )  # fmt: skip
