@@ -16,7 +16,7 @@ from parallel_layers import ParallelDims
 from rl_models import Actor
 from rl_train import RayModelGroup, Resources
 from rl_train.cluster import resources
-from rl_train.cluster.addresses import interface_of, listen_on
+from rl_train.cluster.addresses import address_towards, interface_of, listen_on
 from rl_train.cluster.host import Seat
 from rl_train.cluster.placement import node_runs, rank_order
 from rl_train.cluster.ranks import rank_environments
@@ -100,6 +100,10 @@ def test_the_interface_of_an_address() -> None:
         assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.255") is None
     assert interface_of("::1") is None
+
+
+def test_the_address_that_leads_to_a_host() -> None:
+    assert address_towards("127.0.0.1", 80) == address_towards("localhost", 80) == "127.0.0.1"
 
 
 def test_a_rank_listens_on_the_address_of_its_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from parallel_models import SamplingOptions
 from rl_train.engines import Native
 from rl_train.engines.interface import Request
+from rl_train.engines.vllm_worker import VllmWorker
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -35,12 +39,20 @@ class Server(ThreadingHTTPServer):
         self.settings: dict[str, Any] = {"logprobs_mode": log_probs, "max_model_len": 24, "max_logprobs": 20}
         self.vocab_size, self.model = vocab_size, model
         self.reader: Any = None
+        self.parallel: dict[str, Any] = {"worker_extension_cls": "", "data_parallel_size": 1}
+        self.workers = [Worker(self, rank) for rank in range(2)]
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """Return the JSON of a path without its query."""
         if path == "/server_info":
-            return {"vllm_config": {"model_config": self.settings, "instance_id": self.process}}
+            return {
+                "vllm_config": {
+                    "model_config": self.settings,
+                    "parallel_config": self.parallel,
+                    "instance_id": self.process,
+                }
+            }
         if path == "/v1/models":
             return {"data": [{"id": "letters", "max_model_len": self.settings["max_model_len"]}]}
         if path == "/v1/completions":
@@ -48,17 +60,23 @@ class Server(ThreadingHTTPServer):
             return {"choices": self.choices(body)}
         if path == "/collective_rpc":
             assert self.paused
-            assert body["method"] == "reload_weights"
+            if body["method"] != "reload_weights":
+                call = methodcaller(body["method"], *body.get("args", []))
+                with ThreadPoolExecutor(2) as threads:  # the workers are processes of vLLM
+                    return {"results": list(threads.map(call, self.workers))}
             folder = Path(body["kwargs"]["weights_path"])
             self.weights = {name: tensor for file in folder.iterdir() for name, tensor in load_file(file).items()}
-            with self.lock:
-                self.engine.load(iter(self.weights.items()))
+            self.load()
             return {"results": [None]}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return {"status": "ok"}
         assert path == "/reset_prefix_cache"
         return {"success": True}
+
+    def load(self) -> None:
+        with self.lock:
+            self.engine.load(iter(self.weights.items()))
 
     def choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Draw the choices of a completion, or read its prompt."""
@@ -102,6 +120,25 @@ class Server(ThreadingHTTPServer):
         """Return the log-probs of a position; those of dropped tokens are minus infinity."""
         ids = kept + [token for token in range(self.vocab_size) if token not in kept]
         return {f"token_id:{token}": -1.0 if token in kept else -9999.0 for token in ids[:count]}
+
+
+class Worker(VllmWorker):
+    """A worker of the server with the extension; rank 1 gives the weights to the engine."""
+
+    def __init__(self, server: Server, rank: int) -> None:
+        self.server, self.rank, self.device = server, rank, torch.device("cpu")
+        self.model_runner = SimpleNamespace(get_model=lambda: nn.Linear(1, 1))
+
+    def weight_receiver(self) -> list[str]:
+        answer = super().weight_receiver()
+        self._weights: Any = self
+        return answer
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        weights = {name: tensor.clone() for name, tensor in named_tensors}
+        if self.rank == 1:
+            self.server.weights = weights
+            self.server.load()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -65,6 +65,60 @@ def test_it_draws_with_the_weights_that_the_server_loads_from_the_folder(
     torch.testing.assert_close(log_probs, expected["log_probs"][expected.mask])
 
 
+def test_workers_with_the_extension_receive_the_weights(
+    server: Server, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers, in groups that stay; and again after the server has started again."""
+    server.parallel["worker_extension_cls"] = vllm_server._EXTENSION
+    actor = changed(model)
+    weights = dict(actor.stream_weights())
+    engine = VllmServer(server.url, tmp_path / "weights", timeout=20, patience=0.2)
+    for process, receivers in (("one", 1), ("one", 1), ("two", 2)):
+        server.process = process
+        server.weights = {}
+        engine.load(actor.stream_weights())
+        assert weights.keys() == server.weights.keys()
+        assert all(torch.equal(weights[name], server.weights[name]) for name in weights)
+        methods = [body["method"] for path, body in server.calls if path == "/collective_rpc"]
+        assert methods.count("weight_receiver") == receivers
+        assert not server.paused
+    sync = "receive_weights_as_text"
+    assert methods == ["weight_receiver", sync, sync, "weight_receiver", sync]
+    assert not (tmp_path / "weights").exists()
+    answers = engine.begin(REQUESTS, GREEDY)()
+    assert [a[0].tokens for a in answers] == rows_of(actor.generate(PROMPTS, max_new_tokens=5, temperature=0.0))
+
+    def fails(named_tensors: Any) -> None:
+        raise ValueError(f"no such parameter: {next(iter(named_tensors))[0]}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.workers[1], "load", fails)
+        with pytest.raises(RuntimeError, match=r"worker of the server .* \(ValueError: no such parameter: .*\)"):
+            engine.load(actor.stream_weights())
+    assert server.paused
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.begin(REQUESTS, GREEDY)
+    engine.load(actor.stream_weights())
+    assert engine.begin(REQUESTS, GREEDY)() == answers
+
+    def restarts(body: dict[str, Any]) -> Any:
+        server.process = "three"
+        for worker in server.workers:
+            worker._weight_receiver.close()
+        raise ConnectionError
+
+    server.answers["/collective_rpc"] = restarts
+    with pytest.raises(WeightsLostError, match="has started again"):
+        engine.load(actor.stream_weights())
+    engine.close()
+
+
+def test_data_parallel_servers_load_a_folder(server: Server, engine: VllmServer, model: Path) -> None:
+    server.parallel |= {"worker_extension_cls": vllm_server._EXTENSION, "data_parallel_size": 2}
+    engine.load(changed(model).stream_weights())
+    assert [body["method"] for path, body in server.calls if path == "/collective_rpc"] == ["reload_weights"]
+
+
 def test_each_request_has_its_seed_and_states_all_options(server: Server, engine: VllmServer) -> None:
     sampling = SamplingOptions(5, n=3, temperature=0.7, stop_ids=[4])
     answers = engine.begin(REQUESTS, sampling)()

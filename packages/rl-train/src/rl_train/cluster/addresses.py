@@ -21,6 +21,18 @@ def listen_on(address: str) -> socket.socket:
         ) from None
 
 
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine that a connection to a host comes from.
+
+    Raises:
+        OSError: The host has no address, or no network leads there.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as query:  # sends nothing
+        query.connect(address)
+        return str(query.getsockname()[0])
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface of an IPv4 address (Linux); gloo needs its name where host names do not resolve."""
     try:

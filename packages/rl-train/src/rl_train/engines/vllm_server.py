@@ -1,23 +1,29 @@
-"""`VllmServer`: a running server of vLLM as an engine, which takes requests over HTTP and weights from a folder."""
+"""`VllmServer`: a running server of vLLM as an engine, which takes requests over HTTP."""
 
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel_models import SamplingOptions
+from rl_train.cluster.addresses import address_towards
 from rl_train.engines.interface import Request, Response, Responses, WeightsLostError
 from rl_train.engines.json_client import JsonClient, RefusedError
 from rl_train.weight_sync.buckets import NamedTensors
+from rl_train.weight_sync.sender import WeightSender, WorkersOf
+from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
 # The bytes of one file of weights, which pass through host memory.
 _FILE_BYTES = 1 << 30
@@ -26,6 +32,8 @@ _MINUS_INFINITY = -9999.0
 # The log-probs of a token that sampling masks ask for, beyond twice top-k.
 _MORE_LOG_PROBS = 16
 _INFO = "/server_info?config_format=json"
+# The extension of workers that receive weights, as `vllm serve` knows it.
+_EXTENSION = "rl_train.engines.vllm_worker.VllmWorker"
 _KEY = "set VLLM_API_KEY to the key of the server"
 # What to do about each HTTP status.
 _FIXES = {404: "start it with VLLM_SERVER_DEV_MODE=1, which lets it take weights", 401: _KEY, 403: _KEY}
@@ -35,7 +43,8 @@ class ServerFacts(NamedTuple):
     """The name of a server's model, the id of its process, its kind of log-probs, and its limits.
 
     `process` differs each time that the server starts. `vocab_size` is None if the server does not name it.
-    `most_log_probs` is the most log-probs of a token that it reports, -1: of the whole vocabulary.
+    `most_log_probs` is the most log-probs of a token that it reports, -1: of the whole vocabulary. `receives` says
+    whether its workers receive weights from this process.
     """
 
     model: str
@@ -44,6 +53,7 @@ class ServerFacts(NamedTuple):
     longest: int
     vocab_size: int | None
     most_log_probs: int
+    receives: bool
 
     def check(self, url: str, vocab_size: int, longest: int, sampling: SamplingOptions) -> None:
         """Compare a run with the server.
@@ -113,7 +123,9 @@ def server_facts(client: JsonClient) -> ServerFacts:
         model, settings = client.call("/v1/models")["data"][0]["id"], config["model_config"]
         longest, most = int(settings["max_model_len"]), int(settings["max_logprobs"])
         kind, vocab_size = settings["logprobs_mode"], vocabulary_of(client, model)
-        return ServerFacts(model, config["instance_id"], kind, longest, vocab_size, most)
+        workers = config["parallel_config"]
+        receives = workers["worker_extension_cls"] == _EXTENSION and workers["data_parallel_size"] == 1
+        return ServerFacts(model, config["instance_id"], kind, longest, vocab_size, most, receives)
     except RefusedError as error:
         raise ValueError(f"{error}; {_FIXES.get(error.status, 'see the log of the server')}") from error
     except RuntimeError as error:
@@ -136,12 +148,13 @@ def vocabulary_of(client: JsonClient, model: str) -> int | None:
 
 
 class VllmServer:
-    """A `LocalEngine`: a server of vLLM (`vllm serve`) that runs already, with `VLLM_SERVER_DEV_MODE=1`.
+    """A `WorkerEngine`: a server of vLLM (`vllm serve`) that runs already, with `VLLM_SERVER_DEV_MODE=1`.
 
-    Each request is one call of `/v1/completions` with token ids. A weight sync writes the tensors to a folder, pauses
-    the server until its requests are answered, has it load the folder (`reload_weights`), and lets it go on. A server
-    that has started again is noticed by its id, and WeightsLostError asks for its weights and the requests again. A
-    weight sync that fails leaves the server paused: it may have part of the weights.
+    Each request is one call of `/v1/completions` with token ids. A weight sync pauses the server until its requests are
+    answered, and lets it go on with the new weights. A server with the workers' extension `VllmWorker` and without data
+    parallelism receives them as an engine of this process would, see `WeightSender`. Others load them from a folder
+    (`reload_weights`). A server that has started again is noticed by its id, and WeightsLostError asks for its weights
+    and the requests again. A weight sync that fails leaves the server paused: it may have part of the weights.
 
     Args:
         url: The server, `http://HOST:PORT`.
@@ -159,9 +172,14 @@ class VllmServer:
     ) -> None:
         self._connect: Callable[[], JsonClient] = lambda: JsonClient(url, timeout=timeout, patience=patience)
         self._client, self._drawing = self._connect(), set[JsonClient]()
-        self._folder, self._max_sequences = folder, max_sequences
+        self._folder, self._max_sequences, self._timeout = folder, max_sequences, timeout
         self._facts = server_facts(self._client)
         self._has_weights = False
+        # A weight sync takes part in a rendezvous once, so it is not repeated.
+        self._workers = JsonClient(url, timeout=timeout, patience=0.0)
+        parts = urlsplit(self._client.url)
+        self._sender = WeightSender(address=address_towards(str(parts.hostname), int(parts.port or 0)))
+        self._receivers: list[tuple[str, str]] = []
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         """See `LocalEngine`; the first error of a request ends the others.
@@ -205,30 +223,41 @@ class VllmServer:
             RuntimeError: The server does not take the weights.
             WeightsLostError: The server has started again meanwhile.
         """
-        self._has_weights = False
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
-        weights = self._folder / uuid4().hex
-        weights.mkdir(parents=True)
-        try:
-            _write(weights, named_tensors)
-            self._facts = server_facts(self._client)
+        self._has_weights, process = False, self._facts.process
+        self._facts = server_facts(self._client)
+        if self._facts.process != process:
+            self._receivers = []
+        if self._facts.receives:
             self._client.call("/pause?mode=wait", {})
             try:
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
-                self._client.call("/collective_rpc", reload)
-            except RefusedError as error:
-                raise RuntimeError(
-                    f"the server does not load {weights}, which must be the same folder on its machine, with the "
-                    f"weights of the server's model: {error}; the server's log says more"
-                ) from error
-            # The keys and values of a cached prefix come from the old weights.
-            if not self._client.call("/reset_prefix_cache", {})["success"]:
-                raise RuntimeError(f"the server {self._client.url} has not emptied its prefix cache; see its log")
-            self._client.call("/resume", {})
-            self._check_process()
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+                self._sender.sync([WorkersOf(self, self._timeout)], named_tensors)
+            except RuntimeError:
+                self._check_process()
+                raise
+        else:
+            self._load_folder(named_tensors)
+        # The keys and values of a cached prefix come from the old weights.
+        if not self._client.call("/reset_prefix_cache", {})["success"]:
+            raise RuntimeError(f"the server {self._client.url} has not emptied its prefix cache; see its log")
+        self._client.call("/resume", {})
+        self._check_process()
         self._has_weights = True
+
+    def receivers(self) -> list[tuple[str, str]]:
+        """See `WorkerEngine`."""
+        if not self._receivers:
+            answers = self._workers.call("/collective_rpc", {"method": "weight_receiver"})["results"]
+            self._receivers = [(device, key) for device, key in answers]
+        return self._receivers
+
+    def receive(self, messages: Sequence[WeightMessage]) -> None:
+        """See `WorkerEngine`."""
+        text = b64encode(pickle.dumps(messages)).decode()
+        answers = self._workers.call("/collective_rpc", {"method": "receive_weights_as_text", "args": [text]})
+        if errors := [answer for answer in answers["results"] if answer]:
+            kind, message = min(errors, key=lambda error: error[0] == BucketMissed.__name__)
+            error = BucketMissed if kind == BucketMissed.__name__ else RuntimeError
+            raise error(f"a worker of the server {self._client.url} does not take the weights ({kind}: {message})")
 
     def sleep(self) -> None:
         """Do nothing: the server has devices of its own."""
@@ -238,8 +267,28 @@ class VllmServer:
 
     def close(self) -> None:
         """End all calls; the server runs on."""
-        for client in (self._client, *self._drawing):
+        for client in (self._client, self._workers, *self._drawing):
             client.close()
+        self._sender.close()
+
+    def _load_folder(self, named_tensors: NamedTensors) -> None:
+        """Write the tensors to a folder, and have the server pause and load them."""
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
+        weights = self._folder / uuid4().hex
+        weights.mkdir(parents=True)
+        try:
+            _write(weights, named_tensors)
+            self._client.call("/pause?mode=wait", {})
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+            try:
+                self._client.call("/collective_rpc", reload)
+            except RefusedError as error:
+                raise RuntimeError(
+                    f"the server does not load {weights}, which must be the same folder on its machine, with the "
+                    f"weights of the server's model: {error}; the server's log says more"
+                ) from error
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_process(self) -> None:
         """Raise WeightsLostError if the server has started again since the last weight sync."""

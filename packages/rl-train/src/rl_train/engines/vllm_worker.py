@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -50,6 +51,20 @@ class VllmWorker:
         except BaseException as error:
             return pickle.dumps(portable(error))
         return b""
+
+    def receive_weights_as_text(self, messages: str) -> list[str]:
+        """Do as `receive_weights`, for a server, which passes on text alone.
+
+        Args:
+            messages: See `receive_weights`, in base64.
+
+        Returns:
+            The name of the class of the error and its message, or nothing.
+        """
+        if not (answer := self.receive_weights(b64decode(messages))):
+            return []
+        error = pickle.loads(answer).exception()
+        return [type(error).__name__, str(error)]
 
     def _reload(self, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         self.reload_weights(weights_iterator=named_tensors)

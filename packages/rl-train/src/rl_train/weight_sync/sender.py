@@ -40,10 +40,8 @@ class EngineHandle(Protocol):
 class WorkersOf:
     """An `EngineHandle` of an engine in this process, whose worker processes receive the weights."""
 
-    silence = 1800.0
-
-    def __init__(self, engine: WorkerEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: WorkerEngine, silence: float = 1800.0) -> None:
+        self._engine, self.silence = engine, silence
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
         """See `EngineHandle`."""
