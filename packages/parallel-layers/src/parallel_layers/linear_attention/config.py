@@ -203,11 +203,6 @@ class Mamba2Config:
         """The size V · E of the inputs x of all heads."""
         return self.num_heads * self.head_dim
 
-    @property
-    def group_dim(self) -> int:
-        """The size G · D of B or C of all groups."""
-        return self.num_groups * self.state_size
-
     def state_shape(self, tp: int = 1) -> StateShape:
         """Return the sizes of a sequence's entry in the cache, on a rank of `tp`."""
         groups, heads = max(1, self.num_groups // tp), self.num_heads // tp

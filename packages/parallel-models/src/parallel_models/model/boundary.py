@@ -55,11 +55,6 @@ class Boundary:
         return sum(self._widths)
 
     @property
-    def kept_columns(self) -> int:
-        """The columns of keys and values."""
-        return self.columns - self.hidden - self.inputs
-
-    @property
     def _widths(self) -> list[int]:
         sizes = (2 * (self.tokens * heads * head_dim,) for heads, head_dim in self.kept.values())
         return [self.hidden, self.inputs, *(width for pair in sizes for width in pair)]
