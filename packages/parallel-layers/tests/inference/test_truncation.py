@@ -9,8 +9,7 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from parallel_layers.inference import truncate
-from parallel_layers.inference.truncation import _ordered, _search, _weights_above
-from parallel_layers.kernels.sample import WEIGHT_BITS
+from parallel_layers.inference.truncation import _ordered, _search, _sorted_weights, _weights_above
 
 LOGITS = st.lists(
     st.sampled_from([-math.inf, -1e30, -1.0, -0.0, 0.0, 1e-40, 1.0, 1.0000001, 30.0]) | st.floats(-60, 60, width=32),
@@ -49,15 +48,12 @@ def test_min_p_keeps_the_tokens_near_the_most_likely_one(seed: int, min_p: float
 
 def kept_of_parts(logits: Tensor, cuts: list[int], top_p: float, temperature: float) -> Tensor:
     """Return which tokens are kept by a search that adds the weights of parts of the vocabulary."""
-    highest = logits.amax(-1, keepdim=True)
-    parts = logits.tensor_split(cuts, 1)
     integers = torch.int64 if logits.dtype == torch.float64 else torch.int32
-    keys = [_ordered(part.contiguous().view(integers)) for part in parts]
-    weights = [(((part - highest) / temperature).exp() * 2**WEIGHT_BITS).long() for part in parts]
+    highest, least = logits.amax(-1), torch.full_like(logits[:, 0], -math.inf)
+    parts = [_sorted_weights(part.contiguous(), highest, least, temperature) for part in logits.tensor_split(cuts, 1)]
 
     def measure(low: Tensor, shift: int) -> Tensor:
-        sums = [_weights_above(*part, low, shift) for part in zip(keys, weights, strict=True)]
-        return torch.stack(sums).sum(0)
+        return torch.stack([_weights_above(*part, low, shift) for part in parts]).sum(0)
 
     low = torch.full((len(logits),), torch.iinfo(integers).min, dtype=integers)
     return logits >= _ordered(_search(measure, low, top_p, None)).view(logits.dtype)[:, None]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from parallel_layers.inference import truncate
-from parallel_layers.inference.truncation import _ordered, _weights_above, least_logits
+from parallel_layers.inference.truncation import _ordered, _sorted_weights, _weights_above, least_logits
 from parallel_layers.inference.vocabulary_parallel import packed_bits
 from parallel_layers.kernels import sample as kernels
 from parallel_layers.kernels.sample import (
-    WEIGHT_BITS,
     bits_of_kept,
     draw_from_share,
     draw_tokens,
@@ -88,9 +87,8 @@ def test_weights_above_thresholds(
     highest, least = logits.amax(-1), logits.amax(-1) - 9
     keys = _ordered(logits.view(torch.int32))
     low = torch.full_like(keys[:, 0], torch.iinfo(torch.int32).min) if shift == 28 else keys[:, 0] - (3 << shift)
-    weights = (((logits - highest[:, None]) / 0.7).exp() * 2**WEIGHT_BITS).masked_fill(logits < least[:, None], 0)
     result = weights_above(logits, highest, least, low, shift, 0.7)
-    expected = _weights_above(keys, weights.long(), low, shift)
+    expected = _weights_above(*_sorted_weights(logits, highest, least, 0.7), low, shift)
     # Exponentials differ in their last bits.
     torch.testing.assert_close(result.double(), expected.double(), rtol=1e-6, atol=0)
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.runtime import use_triton
@@ -88,9 +89,7 @@ def least_logits(
     if use_triton(logits_NV):
         measure = partial(weights_above, logits_NV, highest_N, least_N, temperature=temperature)
     else:
-        weights = ((logits_NV - highest_N[:, None]) / temperature).exp() * 2**WEIGHT_BITS
-        weights = weights.masked_fill(logits_NV < least_N[:, None], 0).long()
-        measure = partial(_weights_above, _ordered(logits_NV.view(_KEYS[logits_NV.dtype])), weights)
+        measure = partial(_weights_above, *_sorted_weights(logits_NV, highest_N, least_N, temperature))
     smallest = torch.iinfo(_KEYS[logits_NV.dtype]).min
     low_N = torch.full_like(highest_N, smallest, dtype=_KEYS[logits_NV.dtype])
     return _ordered(_search(measure, low_N, top_p, ranks)).view(logits_NV.dtype)
@@ -124,9 +123,19 @@ def _ordered(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> (info.bits - 1)) & info.max)
 
 
-def _weights_above(keys_NV: Tensor, weights_NV: Tensor, low_N: Tensor, shift: int) -> Tensor:
-    """Return the weight of the tokens from each threshold on; see `search`."""
+def _sorted_weights(logits_NV: Tensor, highest_N: Tensor, least_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the logits as integers in ascending order, and the weight of the tokens from each one on, `[N, V + 1]`.
+
+    The weights are those of `kernels.sample.weights_above`.
+    """
+    keys = _ordered(logits_NV.view(_KEYS[logits_NV.dtype])).sort(dim=-1).values
+    logits_NV = _ordered(keys).view(logits_NV.dtype)
+    weights = ((logits_NV - highest_N[:, None]) / temperature).exp() * 2**WEIGHT_BITS
+    weights = weights.masked_fill(logits_NV < least_N[:, None], 0).long()
+    return keys, F.pad(weights.flip(1).cumsum(1).flip(1), (0, 1))
+
+
+def _weights_above(keys_NV: Tensor, above_NV: Tensor, low_N: Tensor, shift: int) -> Tensor:
+    """Return the weight of the tokens from each threshold on; see `_search`."""
     steps = torch.arange(WAYS, dtype=low_N.dtype, device=low_N.device) << shift
-    places = torch.searchsorted(low_N[:, None] + steps, keys_NV, right=True)
-    sums = weights_NV.new_zeros(len(low_N), WAYS + 1).scatter_add_(1, places, weights_NV)
-    return sums.flip(1).cumsum(1).flip(1)[:, 1:]
+    return above_NV.gather(1, torch.searchsorted(keys_NV, low_N[:, None] + steps))
