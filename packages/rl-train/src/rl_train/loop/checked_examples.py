@@ -18,8 +18,7 @@ from rl_train.data.examples import Example, ExampleReader
 from rl_train.data.mixture import Mixture, check_mixture, mixture_of, read_sources, sources_of
 from rl_train.data.prompts import vocabulary_size
 from rl_train.data.sources import place
-from rl_train.loop.checked_models import check_model, check_reference, summary, with_dtype
-from rl_train.loop.checked_teacher import check_tokens
+from rl_train.loop.checked_models import check_model, check_reference, check_tokens, summary, with_dtype
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.folder import check_folder
 from rl_train.loop.resume import changed_inputs, inputs_of

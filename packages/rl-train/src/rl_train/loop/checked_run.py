@@ -28,8 +28,7 @@ from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.gateway.server import require_gateway
-from rl_train.loop.checked_models import check_model, check_reference, summary, with_dtype
-from rl_train.loop.checked_teacher import check_teacher
+from rl_train.loop.checked_models import check_model, check_reference, check_teacher, summary, with_dtype
 from rl_train.loop.folder import check_folder
 from rl_train.loop.judging import check_judges
 from rl_train.loop.objective import advantages_of, loss_of

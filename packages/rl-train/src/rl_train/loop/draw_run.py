@@ -14,8 +14,8 @@ import torch
 
 from rl_models import Actor
 from rl_train.engines.native import NativeEngine
-from rl_train.loop.asking import asking
 from rl_train.loop.checked_run import CheckedRun, check_run
+from rl_train.loop.draws import asking
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.judging import judging_models
 from rl_train.loop.recipe import Tell

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from parallel_models import SamplingOptions
 from rl_train.data.mixture import by_source
-from rl_train.loop.asking import Ask
 from rl_train.loop.checked_run import CheckedRun
+from rl_train.loop.draws import Ask
 from rl_train.loop.scoring import Scorer
 from rl_train.trajectories.episodes import describe
 

@@ -18,9 +18,8 @@ from rl_models import Batch
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt
 from rl_train.engines.interface import VERSION, RolloutEngine
-from rl_train.loop.asking import Ask
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.draws import Draw, Drawn, DrawsInFlight, State, done
+from rl_train.loop.draws import Ask, Draw, Drawn, DrawsInFlight, State, done
 from rl_train.trajectories.samples import Sample, batch_of, next_call, parts_of
 
 

@@ -18,10 +18,9 @@ from rl_models.api import ModelCalls
 from rl_models.calls import ROUTING
 from rl_train.data.mixture import by_source
 from rl_train.engines.interface import VERSION, RolloutEngine
-from rl_train.loop.asking import Ask, asking
 from rl_train.loop.batches import mini_batches
 from rl_train.loop.checked_run import CheckedRun
-from rl_train.loop.draws import Drawn, Draws, DrawsInFlight, State
+from rl_train.loop.draws import Ask, Drawn, Draws, DrawsInFlight, State, asking
 from rl_train.loop.evaluation import evaluate
 from rl_train.loop.experience import Experience, StepRollouts
 from rl_train.loop.models import Models
