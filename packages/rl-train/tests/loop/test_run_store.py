@@ -223,7 +223,7 @@ def test_model_rows_and_run_in_a_store_and_a_resume_on_another_machine(
         place.files.put_file(str(file), f"{place.path}/model/{file.name}")
 
     def run(out: str, steps: int) -> None:
-        given = {"model": f"{bucket}/model", "dataset": f"{bucket}/rows.jsonl", "out": out, "steps": steps}
+        given = {"model": f"{bucket}/model", "dataset": f"{bucket}/*.jsonl", "out": out, "steps": steps}
         given |= {"batch-size": 2, "save-every": 1, "device": "cpu", "learning-rate": 0.01}
         result = CliRunner().invoke(app, ["sft", *(f"--{name}={value}" for name, value in given.items())])
         assert result.exit_code == 0, result.output

@@ -44,7 +44,7 @@ class _Placeholder:
             if self.whole:
                 return
             partial = self.path.with_name(f".{self.path.name}.fetched")
-            with _errors_named(self.store.url):
+            with self.store.errors():
                 self.store.files.get_file(self.store.path, str(partial))
                 self.store.files.invalidate_cache()
                 changed = self.store.version != self._version
@@ -98,7 +98,7 @@ def mirrored(path: str | os.PathLike[str], includes: Callable[[str], bool] = _of
     with tempfile.TemporaryDirectory(prefix="ckpt-", ignore_cleanup_errors=True) as temporary:
         files: list[Path] = []
         try:
-            with _errors_named(store.url):
+            with store.errors():
                 store.files.invalidate_cache()
                 url, top, name, is_file = (
                     store.url.rstrip("/"),
@@ -134,14 +134,6 @@ def _bring(top: Store, name: str, folder: Path) -> None:
         _placeholders[target] = _Placeholder(target, source)
     else:
         source.files.get_file(source.path, str(target))
-
-
-@contextlib.contextmanager
-def _errors_named(url: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # each store has errors of its own
-        raise ValueError(f"{url} cannot be read: {error!r:.300}") from None
 
 
 def fetch(path: Path) -> None:

@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,14 @@ class Store(NamedTuple):
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url} cannot be opened: {error}; for s3:// pip install s3fs") from None
 
+    @contextmanager
+    def errors(self, action: str = "read") -> Iterator[None]:
+        """Turn any error of the store, each of which has its own kinds, into a ValueError with the URL."""
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(f"{self.url} cannot be {action}: {error!r:.300}") from None
+
     @property
     def version(self) -> list[str]:
         """Return facts that differ between versions of the object: its size, and its tag or time of change."""
@@ -55,11 +64,9 @@ class Store(NamedTuple):
         Raises:
             ValueError: The store cannot be read, or the folder has no config.json, which an upload writes last.
         """
-        try:
+        with self.errors():
             self.files.invalidate_cache()
             entries = {Path(entry["name"]).name: entry for entry in self.files.ls(self.path, detail=True)}
-        except Exception as error:  # each store has errors of its own
-            raise ValueError(f"{self.url} cannot be read: {error!r:.300}") from None
         if "config.json" not in entries:
             raise ValueError(
                 f"{self.url} is no checkpoint folder, or its upload was interrupted: it has no config.json, which is "
@@ -77,9 +84,10 @@ class Store(NamedTuple):
                 for name in names:
                     self.files.get_file(entries[name]["name"], str(partial / name))
                 os.replace(partial, folder)
-            except Exception as error:
+            except Exception:
                 if not folder.is_dir():  # else another process was faster
-                    raise ValueError(f"{self.url} cannot be read: {error!r:.300}") from None
+                    with self.errors():
+                        raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return str(folder)

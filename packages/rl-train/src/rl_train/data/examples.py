@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -113,7 +114,8 @@ def pair(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
     if prompt is None:
         if not isinstance(chosen, list) or not isinstance(rejected, list):
             raise ValueError('"chosen" and "rejected" without a "prompt" must be whole chats; give the prompt')
-        shared = sum(1 for _ in _same(chosen[:-1], rejected[:-1]))
+        pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+        shared = sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], pairs))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if chosen == rejected:
         raise ValueError('"chosen" and "rejected" are the same, so nothing is preferred; leave the row out')
@@ -193,13 +195,6 @@ def _chat(messages: Any, row: Mapping[str, Any], codec: TextCodec, since: int = 
 def _ended(tokens: list[int], codec: TextCodec) -> list[int]:
     """Return tokens with the end of a text behind them, where the tokenizer names one."""
     return tokens if codec.end is None or tokens[-1:] == [codec.end] else [*tokens, codec.end]
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> Iterable[Any]:
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            return
-        yield one
 
 
 def _entry(row: Mapping[str, Any], name: str) -> Any:

@@ -264,18 +264,16 @@ def mixture_of(sources: Path, options: MixtureOptions, seed: int, rows: Iterable
     return Mixture.of_rows(rows, seed, options.weight_of_sources)
 
 
-def source_names(sources: Path) -> dict[Path, str]:
-    """Return a short name for each of several sources, for metrics: the file's name where it is alone in having it."""
-    paths = split_sources(sources)
-    stems = [path.stem for path in paths]
-    return {path: path.stem if stems.count(path.stem) == 1 else str(path) for path in paths}
-
-
 def by_source(sources: Path, rows: Sequence[SourceRow], scores: Any = None) -> dict[str, float]:
-    """Return the share of each of several sources in the rows of a step, and its mean of the scores `[rows, n]`."""
+    """Return the share of each of several sources in the rows of a step, and its mean of the scores `[rows, n]`.
+
+    The name of a source in the metrics is that of its file, where no other source has the same.
+    """
+    paths, stems = split_sources(sources), [path.stem for path in split_sources(sources)]
     values = dict[str, float]()
-    if len(names := source_names(sources)) > 1:
-        for path, name in names.items():
+    if len(paths) > 1:
+        for path in paths:
+            name = path.stem if stems.count(path.stem) == 1 and "*" not in path.stem else str(path)
             numbers = [number for number, row in enumerate(rows) if row.source == path]
             values[f"source_share/{name}"] = len(numbers) / len(rows)
             if scores is not None and numbers:

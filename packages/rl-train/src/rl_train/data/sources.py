@@ -54,13 +54,11 @@ def _plain(value: Any) -> Any:
 
 
 def opened(path: Path) -> Any:
-    """Open a file, or an object of a store by its URL, to read bytes; OSError if it cannot be read."""
+    """Open a file, or an object of a store by its URL, to read bytes."""
     if (store := Store.of(path)) is None:
         return open(path, "rb")
-    try:
+    with store.errors():
         return store.files.open(store.path, "rb")
-    except Exception as error:  # each store has errors of its own
-        raise OSError(f"{error!r:.300}") from None
 
 
 def json_lines(path: Path) -> Iterator[Row]:
@@ -177,18 +175,15 @@ def files_of(source: str) -> list[Path] | None:
 
 
 def _matching(pattern: str) -> list[Path]:
-    store, files = Store.of(pattern), list[Path]()
-    if store is None:
-        files = [Path(name) for name in sorted(glob(pattern, recursive=True))]
+    if (store := Store.of(pattern)) is None:
+        files = sorted(glob(pattern, recursive=True))
     else:
-        try:
+        with store.errors():
             store.files.invalidate_cache()
-            files = [Path(store.files.unstrip_protocol(name)) for name in store.files.glob(store.path)]
-        except Exception as error:  # each store has errors of its own
-            raise ValueError(f"{store.url} cannot be read: {error!r:.300}") from None
+            files = [store.files.unstrip_protocol(name) for name in store.files.glob(store.path)]
     if not files:
         raise ValueError(f"no file matches {pattern}; give the pattern of existing files")
-    return files
+    return [*map(Path, files)]
 
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")

@@ -70,10 +70,8 @@ def open_step(path: Path) -> Iterator[SavedModel]:
 def _is_run(folder: Path) -> bool:
     if (store := Store.of(folder / MARK)) is None:
         return (folder / MARK).is_file()
-    try:
+    with store.errors():
         return bool(store.files.exists(store.path))
-    except Exception as error:  # each store has errors of its own
-        raise ValueError(f"{store.url} cannot be read: {error!r:.300}") from None
 
 
 def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> SavedModel:

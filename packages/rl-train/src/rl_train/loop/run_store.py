@@ -49,12 +49,15 @@ class RunStore:
         Raises:
             ValueError: The store cannot be read, or holds other files than a run.
         """
-        try:
+        action = "read as the copy of a run"
+        with self._store.errors(action):
             names = self._names()
-            if names and _RUN not in names:
-                raise ValueError(
-                    f"it holds other files, such as {names[0]}, and no {_RUN} of a run; choose another out"
-                )
+        if names and _RUN not in names:
+            raise ValueError(
+                f"{self._store.url} cannot be {action}: it holds other files, such as {names[0]}, and no {_RUN} of a "
+                "run; choose another out"
+            )
+        with self._store.errors(action):
             if not names or (self._here(_RUN).is_file() and self._newest(names) <= self._newest_here()):
                 return
             for name in sorted(filter(_whole(names), names), key=_order):
@@ -63,9 +66,6 @@ class RunStore:
                 partial = target.with_name(f".{target.name}.pulled")
                 self._store.files.get_file(self._there(name), str(partial))
                 os.replace(partial, target)
-        except Exception as error:  # each store has errors of its own
-            text = error if isinstance(error, ValueError) else f"{error!r:.300}"
-            raise ValueError(f"{self._store.url} cannot be read as the copy of a run: {text}") from None
 
     def push(self) -> None:
         """Upload what has changed, and remove checkpoints that this machine has removed."""

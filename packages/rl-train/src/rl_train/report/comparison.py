@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl_train.report.html_report import PHASES, RunFiles, charts_of, page_template, write_content
+from rl_train.report.html_report import CHARTS, PHASES, RunFiles, charts_of, page_template, write_content
 from rl_train.report.page_samples import shared_samples
 
 
@@ -42,19 +42,14 @@ class Comparison:
         """Return rows of numbers that sum the runs up: the tiles of their pages, and the mean seconds of each phase."""
         columns = []
         for run in self._runs:
-            phases = {
-                name: [record[name] for record in run.metrics if name in record]
-                for chart in charts_of(run.metrics)["charts"]
-                if chart["title"] == PHASES
-                for name in chart["names"]
-            }
             speeds = [record["tokens_per_second"] for record in run.metrics if "tokens_per_second" in record]
             column = run.tiles | ({"Tokens per second": f"{fmean(speeds):.0f}"} if speeds else {})
-            seconds = {name.replace("seconds_", ""): sum(values) for name, values in phases.items()}
-            total = max(1, len([record for record in run.metrics if "seconds" in record]))
-            columns.append(
-                column | {f"Seconds {name.replace('_', ' ')}": f"{x / total:.2f}" for name, x in seconds.items()}
-            )
+            total = max(1, sum("seconds" in record for record in run.metrics))
+            for name in CHARTS[PHASES]:
+                if seconds := [record[name] for record in run.metrics if name in record]:
+                    title = name.replace("seconds_", "Seconds ").replace("_", " ")
+                    column[title] = f"{sum(seconds) / total:.2f}"
+            columns.append(column)
         return {name: [column.get(name, "") for column in columns] for name in dict.fromkeys(chain(*columns))}
 
     def write(self, path: Path) -> None:

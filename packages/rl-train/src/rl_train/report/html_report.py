@@ -145,10 +145,8 @@ def write_content(path: Path, content: Mapping[str, Any]) -> None:
     if (store := Store.of(path)) is None:
         replace_text(path, page)
         return
-    try:
+    with store.errors("written"):
         store.files.pipe_file(store.path, page.encode())
-    except Exception as error:  # each store has errors of its own
-        raise ValueError(f"{store.url} cannot be written: {error!r:.300}") from None
 
 
 def page_template() -> str:
