@@ -55,6 +55,19 @@ def test_only_the_model_that_generates_has_a_cache(model: Path) -> None:
     assert planned.peak == resting + actor.cache + actor.generation > without.peak
 
 
+def test_a_rank_holds_the_logits_of_its_part_of_the_vocabulary(model: Path) -> None:
+    whole, part = (
+        plan_memory(
+            model,
+            MemoryOptions(dims=ParallelDims(tp=tp), tokens=256, cache=CacheOptions(10**6, 64)),
+            role="causal_lm",
+            trained=True,
+        )[0].generation
+        for tp in (1, 2)
+    )
+    assert whole - part == 2 * 10**6 * Checkpoint(model).config["vocab_size"]
+
+
 def test_steps_in_fp8_of_linear_attention_hold_its_projections(models: Path) -> None:
     plain, rounded = (
         plan_memory(

@@ -76,8 +76,8 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     sharded = {name: numel for name, numel in held.items() if not whole_experts or ".experts." not in name}
     workspaces = WORKSPACES[options.device]
     # The rows of a teacher's head are divided by tp alone, on the last stage; its states are whole on every rank.
-    is_last = chunks[-1].pp[0] == options.dims.pp - 1
-    teacher = -(-run.model.vocab_size // options.dims.tp) * options.teacher_size * size * is_last
+    is_last, entries = chunks[-1].pp[0] == options.dims.pp - 1, -(-run.model.vocab_size // options.dims.tp)
+    teacher = entries * options.teacher_size * size * is_last
     common = Memory(
         _divided_over(held, run.data, run.copies) + teacher,
         gathered=_gathered(sharded, options.dims.pp) if run.divided else 0,
@@ -89,7 +89,7 @@ def on_rank(run: ModelRun, chunks: Sequence[ckpt.Place], parts: Sequence[Sequenc
     )
     if options.cache is not None:
         forward = [part.working for chunk in chunks for part in measure(replace(run, trained=False), chunk)[:-1]]
-        step = max(*forward, 4 * options.cache.sequences * run.model.vocab_size)
+        step = max(*forward, 4 * options.cache.sequences * entries)
         # Sampling masks of the 16 steps between two looks, a bit for each token of the vocabulary.
         step += 2 * options.cache.sequences * run.model.vocab_size * bool(options.mask_width)
         # The experts of the other ranks; "auto" gathers them into free memory alone.
