@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel_layers import DecoderConfig, DecoderLayer, ParallelDims, Placement
+from parallel_layers.invariant import tp_invariant
 from parallel_layers.module.sharding import blocks_of
 from parallel_layers.testing import RankPool
 from parallel_layers.training import gradient_sums
@@ -26,13 +27,13 @@ NORMS, OTHERS = 4 * len(LAYERS) + 1, 4  # the all-reduces of a backward: norms' 
 
 
 class Model(nn.Module):
-    """Two layers and the norm behind them, with the same weights on every grid."""
+    """Some layers and the norm behind them, with the same weights on every grid."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, count: int = len(LAYERS)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.group, placement = group, Placement(group, group is not None)
-        self.layers = nn.ModuleList(DecoderLayer(config, placement=placement) for config in LAYERS)
+        self.layers = nn.ModuleList(DecoderLayer(config, placement=placement) for config in LAYERS[:count])
         self.norm = LAYERS[0].build_norm(placement)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -57,7 +58,7 @@ def micro_batches(count: int) -> Tensor:
 
 def check(model: Model, count: int) -> None:
     """Compare every parameter's gradient with its part of the undivided model's, summed over the micro-batches."""
-    expected = Model(None)
+    expected = Model(None, len(model.layers))
     for micro_batch in micro_batches(count):
         expected(micro_batch).backward()
     for path, owner in model.named_modules():
@@ -85,6 +86,19 @@ def update(group: ProcessGroup, count: int, together: bool) -> tuple[int, list[T
     check(model, count)
     gradients = [p.grad for name, p in model.named_parameters() if "norm" in name and p.grad is not None]
     return all_reduces_in(profile), gradients
+
+
+def update_view(group: ProcessGroup) -> None:
+    model = Model(group, 1)
+    view = tp_invariant(model)
+    with sum_norm_gradients_once(view, group):
+        for micro_batch in micro_batches(2):
+            view(micro_batch).backward()
+    check(model, 2)
+
+
+def test_the_norms_of_an_invariant_view_are_summed_once(ranks: RankPool) -> None:
+    ranks.run(update_view, world=2)
 
 
 def test_one_all_reduce_gives_the_same_bits(ranks: RankPool) -> None:

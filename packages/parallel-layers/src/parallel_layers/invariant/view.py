@@ -12,7 +12,6 @@ from parallel_layers.attention.backends import BACKENDS, INVARIANT_BACKENDS
 from parallel_layers.attention.context_parallel.ring import ring_attention
 from parallel_layers.attention.latent import ParallelLatentAttention
 from parallel_layers.attention.layer import ParallelAttention
-from parallel_layers.distributed.collectives import copy_to_tensor_parallel
 from parallel_layers.head import log_probs
 from parallel_layers.kernels.exact import in_double
 from parallel_layers.kernels.rms_norm import supports_rms_norm
@@ -22,13 +21,13 @@ from parallel_layers.linear_attention.gated_delta_net import GatedDeltaNet
 from parallel_layers.linear_attention.kimi_delta_attention import KimiDeltaAttention
 from parallel_layers.linear_attention.mamba2 import Mamba2
 from parallel_layers.mlp.layer import ParallelMLP
-from parallel_layers.module.shared_weights import Model, shallow_copy, view_of
+from parallel_layers.module.shared_weights import Model, view_of
 from parallel_layers.moe.experts import GroupedExperts
 from parallel_layers.moe.invariant import InvariantExperts, InvariantMixture
 from parallel_layers.moe.layer import MoE
 from parallel_layers.moe.router import TopKRouter
 from parallel_layers.norm.layer_norm import LayerNorm
-from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm, rms_norm
+from parallel_layers.norm.rms import HeadShardedRMSNorm, RMSNorm
 from parallel_layers.rotary.embedding import RotaryEmbedding
 
 linear_log_probs = partial(log_probs.linear_log_probs, blocks=BLOCKS)
@@ -82,28 +81,16 @@ def tp_invariant(model: Model, *, blocks: int = BLOCKS) -> Model:
     return view_of(model, change)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {GroupedExperts: InvariantExperts, MoE: InvariantMixture}
-
-
 def _invariant_attributes(view: nn.Module, blocks: int) -> dict[str, Any]:
     """Return the attributes that replace a layer's in its invariant view."""
-    plain: Any = shallow_copy(view)
     if isinstance(view, RowParallelLinear):
         return {"execution": replace(view.execution, product=InvariantProduct(blocks // view.placement.tp))}
     if isinstance(view, ColumnLinear | ReplicatedLinear):
         return {"execution": replace(view.execution, product=InvariantProduct())}
-    if isinstance(view, RMSNorm):
-        return {"forward": partial(_norm, plain), "add_and_norm": partial(_add_and_norm, plain)}
-    if isinstance(view, LayerNorm):
-        return {"forward": partial(in_double, plain.forward)}
-    if isinstance(view, RotaryEmbedding):
-        return {"forward": partial(_rotary, plain)}
     if isinstance(view, TopKRouter):
         return {"invariant": True}
     if isinstance(view, InvariantExperts):
         return {"blocks": blocks}
-    if isinstance(view, ParallelMLP):
-        return {"activate": partial(in_double, plain.activate)}
     if isinstance(view, ParallelAttention | ParallelLatentAttention):
         backend = "invariant" if view.options["backend"] == "auto" else view.options["backend"]
         return {"options": {**view.options, "backend": backend}, "absorbs": False}
@@ -138,23 +125,42 @@ def _check(name: str, module: nn.Module, blocks: int) -> None:
             )
 
 
-def _norm(layer: RMSNorm, x: Tensor) -> Tensor:
-    """Compute `RMSNorm.forward` by the Triton kernel, which sums each row in a fixed order, or in fp64."""
-    if supports_rms_norm(x, layer.weight):
-        return RMSNorm.forward(layer, x)
-    weight = copy_to_tensor_parallel(layer.weight, layer.gradient_group)
-    return rms_norm(x.double(), weight.double(), eps=layer.eps, unit_offset=layer.unit_offset).to(x.dtype)
+class _InvariantRMSNorm(RMSNorm):
+    """The Triton kernel sums each row in a fixed order; elsewhere sums are fp64."""
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Norm`."""
+        if supports_rms_norm(x, weight):
+            return super().normalize(x, weight)
+        return super().normalize(x.double(), weight.double()).to(x.dtype)
 
 
-def _add_and_norm(layer: RMSNorm, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if supports_rms_norm(x, layer.weight, residual):
-        return RMSNorm.add_and_norm(layer, x, residual)
-    total = x if residual is None else x + residual
-    return _norm(layer, total), total
+class _InvariantLayerNorm(LayerNorm):
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Norm`."""
+        return in_double(partial(super().normalize, weight=weight), x)
 
 
-@torch.no_grad()
-def _rotary(layer: RotaryEmbedding, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    angles = layer.angles(positions_T)
-    cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
-    return cos * layer.attention_factor, sin * layer.attention_factor
+class _InvariantRotaryEmbedding(RotaryEmbedding):
+    @torch.no_grad()
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See `RotaryEmbedding`."""
+        angles = self.angles(position_ids)
+        cos, sin = in_double(torch.cos, angles), in_double(torch.sin, angles)
+        return cos * self.attention_factor, sin * self.attention_factor
+
+
+class _InvariantMLP(ParallelMLP):
+    def activate(self, x: Tensor) -> Tensor:
+        """See `ParallelMLP`."""
+        return in_double(super().activate, x)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    GroupedExperts: InvariantExperts,
+    MoE: InvariantMixture,
+    RMSNorm: _InvariantRMSNorm,
+    LayerNorm: _InvariantLayerNorm,
+    RotaryEmbedding: _InvariantRotaryEmbedding,
+    ParallelMLP: _InvariantMLP,
+}

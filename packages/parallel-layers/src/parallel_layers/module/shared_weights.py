@@ -14,9 +14,10 @@ def view_of(model: Model, change: Callable[[nn.Module, nn.Module], None]) -> Mod
     The view shares parameters, buffers and hooks with `model`, also after later changes (an optimizer step, loading,
     FSDP2's gathering); `model` stays unchanged. References other than parent-child still point to the original.
 
-    `change` is called with each module and its copy; it adds a `forward` or attributes to the copy's `__dict__`. A view
-    can hold memory of its own, which its last reference frees: bind a `forward` to a `shallow_copy`, because a module
-    that refers to itself stays until a garbage collection.
+    `change` is called with each module and its copy; it gives the copy another class, or adds a `forward` or attributes
+    to the copy's `__dict__`. A view can hold memory of its own, which its last reference frees: bind a `forward` to a
+    `shallow_copy`, because a module that refers to itself stays until a garbage collection. Such a `forward` does not
+    see attributes that the module gets later; methods of a class do.
     """
     return cast(Model, _view(model, change, {}))
 
