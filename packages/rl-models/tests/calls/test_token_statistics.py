@@ -1,4 +1,4 @@
-"""`Actor.token_statistics` against the sorted logits of transformers, on every grid, also of sampling masks."""
+"""`Actor.token_statistics` against the sorted fp64 logits of transformers, on every grid, also of sampling masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(*, masked: bool) -> Batch:
 
 
 def reference(path: Path, *, masked: bool) -> TokenStatistics:
-    model, parts = AutoModelForCausalLM.from_pretrained(path).eval(), []
+    model, parts = AutoModelForCausalLM.from_pretrained(path).double().eval(), []
     first = (torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     for row in ROWS:
         tokens = torch.tensor(row)
@@ -96,6 +96,7 @@ def test_equals_sorted_logits(
     for masked in (False, True):
         for name, value in reference(path, masked=masked)._asdict().items():
             for actual in (getattr(of_rank[masked], name) for of_rank in results):
+                value = value.to(actual.dtype)
                 torch.testing.assert_close(actual, value, rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -327,8 +327,9 @@ def test_rounding_does_not_depend_on_the_grid(ranks: RankPool, tiny: Callable[..
         found.append(weights(tmp_path / str(dims.tp)))
     for name, tensor in found[0].items():
         difference = (tensor - found[1][name]).abs()
-        # A gradient's last bit decides a few of the roundings otherwise.
-        assert float(difference.max()) < 2e-4, name
+        # A gradient's last bit decides a few of the roundings otherwise. Each changes a moment by 2^-7 of itself, and a
+        # step by at most 1.5 · RATE · 2^-7; the second step follows one rounding, and the third two.
+        assert float(difference.max()) < 3 * 1.5 * RATE * 2**-7, name
         assert float((difference > 1e-6).double().mean()) < 0.02, name
 
 
