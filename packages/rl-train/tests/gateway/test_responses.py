@@ -45,9 +45,14 @@ def completed(stream: Any) -> tuple[Any, list[str]]:
             log_probs += [entry.logprob for entry in event.logprobs]
         if kinds[-1] == "function_call_arguments.delta":
             arguments[event.item_id] = event.delta
+        if kinds[-1] == "output_item.added":
+            assert event.item.status == "in_progress"
+        if kinds[-1] == "content_part.added":
+            assert event.part.text == ""
         if kinds[-1] == "output_item.done":
             done.append(event.item)
     assert done == event.response.output
+    assert kinds.count("output_item.added") == len(done)
     for item in done:
         shown = item.content[0].text if item.type == "message" else item.arguments
         assert (texts if item.type == "message" else arguments)[item.id] == shown
@@ -124,6 +129,7 @@ def test_an_error_in_a_stream(endpoint: Endpoint, create: Any) -> None:
         raise RuntimeError("the engine is gone")
 
     endpoint.script.say = fail
+    assert endpoint.post("/v1/responses", {"model": "policy", "input": "x"}).status_code == 500
     *events, error = create(input="x", stream=True)
     assert error.sequence_number == len(events)
     assert (error.type, error.message) == ("error", "RuntimeError: the engine is gone")

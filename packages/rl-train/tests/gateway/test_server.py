@@ -270,6 +270,7 @@ def test_other_mistakes(tokenizer: TextCodec) -> None:
         (endpoint.post(TEXT, {"model": "policy", "prompt": "x", "logprobs": 3}), 400, "invalid_value"),
         (endpoint.post(TEXT, {"model": "policy", "prompt": "x", "echo": True}), 400, "unsupported_value"),
         (endpoint.post("/v1/reward", {"reward": "high"}), 400, "invalid_value"),
+        (endpoint.post("/v1/reward", {"reward": 4e38}), 400, "invalid_value"),
     ):
         assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
     assert not endpoint.script.requests

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_train.gateway.bodies import MessagesBody, read
-from rl_train.gateway.chat import ChatDialect
+from rl_train.gateway.chat import ItemDialect
 from rl_train.gateway.drawing import Choice
 from rl_train.gateway.errors import ApiError, unsupported
 
@@ -17,7 +17,7 @@ _ERRORS |= {504: "timeout_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Messages(ChatDialect):
+class Messages(ItemDialect):
     """`/v1/messages`."""
 
     kind = "msg"
@@ -34,28 +34,12 @@ class Messages(ChatDialect):
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         (choice,) = choices
-        values = {"content": list(self._blocks(choice)), "usage": self._usage(choices)}
+        values = {"content": list(self.items(choice)), "usage": self._usage(choices)}
         return self._message() | self._end(choice) | values
 
     def begin(self) -> list[dict[str, Any]]:
         """See `Dialect`."""
         return [{"type": "message_start", "message": self._message()}]
-
-    def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
-        """See `Dialect`. With tools all blocks come at the end of the answer, which shows what they are."""
-        if self.tools is None:
-            events = [_start(0, {"type": "text", "text": ""})] if begin == 0 else []
-            events += [_delta(0, {"type": "text_delta", "text": text})] if text else []
-            return events + ([_stop(0)] if choice.finish is not None else [])
-        events = []
-        for number, block in enumerate(self._blocks(choice) if choice.finish is not None else ()):
-            empty: dict[str, Any]
-            if block["type"] == "text":
-                empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-            else:
-                empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            events += [_start(number, block | empty), _delta(number, delta), _stop(number)]
-        return events
 
     def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
@@ -71,36 +55,42 @@ class Messages(ChatDialect):
 
     def _message(self) -> dict[str, Any]:
         """Return the message before its first block."""
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._usage(),
-        }
+        values = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return values | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
 
     def _usage(self, choices: Sequence[Choice] = ()) -> dict[str, int]:
-        drawn = sum(len(choice.response.tokens) for choice in choices)
+        prompt, drawn = self.counts(choices)
         cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": len(self.recorded.tokens), "output_tokens": drawn, **cache}
+        return {"input_tokens": prompt, "output_tokens": drawn, **cache}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         reason = "stop_sequence" if choice.stop is not None else _STOP_REASONS[self.finish(choice)]
         return {"stop_reason": reason, "stop_sequence": choice.stop}
 
-    def _blocks(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Yield the blocks of a complete choice: its text, and one for each call of a tool."""
-        message = self.message(choice)
-        calls = message.get("tool_calls") or ()
-        if message["content"] or not calls:
-            yield {"type": "text", "text": message["content"]}
-        for call in calls:
-            function = call["function"]
-            values = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
-            yield {"type": "tool_use", **values}
+    def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        return {"type": "text", "text": text}
+
+    def call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        function = call["function"]
+        values = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
+        return {"type": "tool_use", **values}
+
+    def opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """See `ItemDialect`."""
+        empty: dict[str, Any] = {"text": ""} if item["type"] == "text" else {"input": {}}
+        return [{"type": "content_block_start", "index": number, "content_block": item | empty}]
+
+    def filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        delta = {"type": "text_delta", "text": item["text"]} if item["type"] == "text" else None
+        delta = delta or {"type": "input_json_delta", "partial_json": json.dumps(item["input"])}
+        return {"type": "content_block_delta", "index": number, "delta": delta}
+
+    def closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """See `ItemDialect`."""
+        return [{"type": "content_block_stop", "index": number}]
 
 
 class CountTokens(Messages):
@@ -152,15 +142,3 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     described = {"description": tool["description"]} if tool.get("description") else {}
     function = {"name": tool["name"], **described, "parameters": tool.get("input_schema") or {}}
     return {"type": "function", "function": function}
-
-
-def _start(number: int, block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "content_block_start", "index": number, "content_block": block}
-
-
-def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": number, "delta": delta}
-
-
-def _stop(number: int) -> dict[str, Any]:
-    return {"type": "content_block_stop", "index": number}

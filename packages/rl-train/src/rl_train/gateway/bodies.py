@@ -15,42 +15,20 @@ _WITHOUT_EFFECT |= {"prompt_cache_retention", "priority", "cache_salt", "skip_sp
 _WITHOUT_EFFECT |= {"routed_experts_prompt_start", "cache_control", "inference_geo"}
 # Fields that are accepted with these values alone, which are the same as no value; None is always one of them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("functions", "bad_words", "mcp_servers"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "output_config", "reasoning"), ({},)),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("echo", "add_special_tokens", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("continue_final_message", "background"), (False,)),
+    **dict.fromkeys(("prompt_logprobs", "structured_outputs", "reasoning_effort", "features", "chat_template"), ()),
+    **dict.fromkeys(("kv_transfer_params", "container", "context_management", "conversation"), ()),
+    **dict.fromkeys(("max_tool_calls", "prompt"), ()),
     "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "modalities": (["text"],),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "functions": ([],),
     "function_call": ("none", "auto"),
-    "bad_words": ([],),
-    "structured_outputs": (),
-    "reasoning_effort": (),
-    "features": (),
-    "kv_transfer_params": (),
-    "add_special_tokens": (False,),
-    "include_stop_str_in_output": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "background": (False,),
-    "container": (),
-    "context_management": (),
-    "conversation": (),
-    "max_tool_calls": (),
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "prompt": (),
-    "reasoning": ({},),
     "text": ({}, {"format": {"type": "text"}}),
     "thinking": ({"type": "disabled"},),
     "truncation": ("disabled",),
@@ -194,6 +172,12 @@ class GenerateBody(BaseModel):
     sampling_params: dict[str, Any]
     model: str | None = None
     stream: Literal[False] | None = None
+
+
+class RewardBody(BaseModel):
+    """The body of `/v1/reward`: a number that is finite in fp32."""
+
+    reward: Annotated[Number, Field(ge=-3e38, le=3e38)]
 
 
 Body = TypeVar("Body", bound=BaseModel)

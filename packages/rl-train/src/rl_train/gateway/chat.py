@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +78,50 @@ class ChatDialect(Dialect):
         return "tool_calls" if "tool_calls" in self.message(choice) else choice.finish
 
 
+class ItemDialect(ChatDialect):
+    """A chat with one answer, a list of items: its text, and an item for each call of a tool."""
+
+    @abstractmethod
+    def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        """Return the item of a text, which begins with this token of the choice."""
+
+    @abstractmethod
+    def call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the item of a call."""
+
+    @abstractmethod
+    def opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that begin an item, whose contents `filled` has."""
+
+    @abstractmethod
+    def filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of contents that come to an item."""
+
+    @abstractmethod
+    def closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events that end an item."""
+
+    def items(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yield the items of a complete choice."""
+        message = self.message(choice)
+        calls = message.get("tool_calls") or ()
+        if message["content"] or not calls:
+            yield self.text_item(choice, message["content"], 0)
+        yield from map(self.call_item, calls)
+
+    def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
+        """See `Dialect`. With tools all items come at the end of the answer, which shows what they are."""
+        events, at_end = list[dict[str, Any]](), self.tools is not None
+        if not at_end:
+            part = self.text_item(choice, text, begin)
+            events += self.opened(0, part) if begin == 0 else []
+            events += [self.filled(0, part)] if text else []
+        for number, item in enumerate(self.items(choice) if choice.finish is not None else ()):
+            events += [*self.opened(number, item), self.filled(number, item)] if at_end else []
+            events += self.closed(number, item)
+        return events
+
+
 class Chat(Completions, ChatDialect):
     """`/v1/chat/completions`."""
 
@@ -86,27 +131,19 @@ class Chat(Completions, ChatDialect):
         """See `Dialect`."""
         body = read(ChatBody, values)
         self.take(body)
+        self.object = "chat.completion.chunk" if self.stream else "chat.completion"
         self.limit = body.max_completion_tokens or body.max_tokens
         self.wants_log_probs = bool(body.logprobs)
         self.take_chat(body.messages, body.tools if self.offers(body.tool_choice) else None)
 
-    @property
-    def object(self) -> str:
-        """See `Completions`."""
-        return "chat.completion.chunk" if self.stream else "chat.completion"
-
-    def _log_probs(self, choice: Choice, begin: int = 0) -> dict[str, Any] | None:
-        return {"content": self.log_probs(choice, begin), "refusal": None} if self.wants_log_probs else None
+    def _entry(self, choice: Choice, begin: int) -> dict[str, Any]:
+        log_probs = {"content": self.log_probs(choice, begin), "refusal": None} if self.wants_log_probs else None
+        finish = None if choice.finish is None else self.finish(choice)
+        return {"index": choice.index, "logprobs": log_probs, "finish_reason": finish, **self.ids(choice, begin)}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """See `Completions`."""
-        return {
-            "index": choice.index,
-            "message": {**self.message(choice), "refusal": None},
-            "logprobs": self._log_probs(choice),
-            "finish_reason": self.finish(choice),
-            **self.ids(choice),
-        }
+        return self._entry(choice, 0) | {"message": {**self.message(choice), "refusal": None}}
 
     def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
         """See `Completions`. With tools a choice is one part: only its end shows which calls it has."""
@@ -120,10 +157,4 @@ class Chat(Completions, ChatDialect):
                 delta |= {"tool_calls": calls} if calls else {}
         if begin == 0:
             delta = {"role": "assistant", "content": "", **delta}
-        return {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": self._log_probs(choice, begin),
-            "finish_reason": None if choice.finish is None else self.finish(choice),
-            **self.ids(choice, begin),
-        }
+        return self._entry(choice, begin) | {"delta": delta}

@@ -13,7 +13,6 @@ from uuid import uuid4
 
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.bodies import (
-    Answered,
     CompletionBody,
     GenerateBody,
     GenerateParameters,
@@ -45,6 +44,7 @@ class Dialect(ABC):
         field: The field of the body that has the prompt.
         stream: Whether the client waits for parts; `stream_options` say of what.
         text: Whether the client gets a text.
+        names_ids: Whether the names of tokens in log-probs are their ids.
         draws: Whether the answer has responses; otherwise it describes the prompt.
         last_event: The text at the end of a stream.
         overridden: The client's options that the run overrides, beside those of `sampled`.
@@ -59,7 +59,7 @@ class Dialect(ABC):
     limit: int | None
     recorded: Call
     field: ClassVar[str] = "prompt"
-    stream = False
+    stream = names_ids = False
     text: ClassVar[bool] = True
     draws: ClassVar[bool] = True
     last_event: ClassVar[str] = ""
@@ -114,15 +114,14 @@ class Dialect(ABC):
             return [f"token_id:{token}" for token in tokens]
         return [self.codec.decode([token], special=True) for token in tokens]
 
-    @property
-    def names_ids(self) -> bool:
-        """Say whether the names of tokens are their ids."""
-        return isinstance(self.sampled, Answered) and bool(self.sampled.return_tokens_as_token_ids)
+    def counts(self, choices: Sequence[Choice]) -> tuple[int, int]:
+        """Return the number of tokens of the prompt, and of the choices together."""
+        return len(self.recorded.tokens), sum(len(choice.response.tokens) for choice in choices)
 
     def take(self, body: Named) -> None:
         """Take the fields that dialects share."""
         self.model, self.sampled, self.limit = body.model, body, body.max_tokens
-        self.stream = bool(body.stream)
+        self.stream, self.names_ids = bool(body.stream), bool(getattr(body, "return_tokens_as_token_ids", False))
         self.stream_options = body.stream_options or StreamOptions()
 
 
@@ -131,14 +130,11 @@ class Completions(Dialect):
 
     last_event = "data: [DONE]\n\n"
 
-    @property
-    @abstractmethod
-    def object(self) -> str:
-        """Return the name of the answer's kind."""
+    object = "text_completion"
 
-    @abstractmethod
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Return the entry of a complete choice."""
+        return self.part(choice, choice.text, 0)
 
     @abstractmethod
     def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
@@ -158,12 +154,11 @@ class Completions(Dialect):
 
     def ids(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
         """Return the token ids of a choice where the client asks for them."""
-        body = self.sampled
-        wanted = isinstance(body, Answered) and body.return_token_ids
+        wanted = getattr(self.sampled, "return_token_ids", False)
         return {"token_ids": choice.response.tokens[begin:]} if wanted else {}
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        drawn, prompt = sum(len(choice.response.tokens) for choice in choices), len(self.recorded.tokens)
+        prompt, drawn = self.counts(choices)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def _with(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -188,15 +183,6 @@ class Completion(Completions):
             raise ApiError(400, str(error), "prompt", "invalid_value") from error
         self.recorded = self.session.recorder.ids(tokens)
 
-    @property
-    def object(self) -> str:
-        """See `Completions`."""
-        return "text_completion"
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """See `Completions`."""
-        return self.part(choice, choice.text, 0)
-
     def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
         """See `Completions`."""
         log_probs = None
@@ -214,6 +200,7 @@ class Generate(Dialect):
 
     kind = "gen"
     text = False
+    names_ids = True
     field = "token_ids"
 
     def read(self, values: Any) -> None:
@@ -224,21 +211,12 @@ class Generate(Dialect):
         self.recorded = self.session.recorder.ids(body.token_ids)
         self.wants_log_probs = parameters.logprobs is not None
 
-    @property
-    def names_ids(self) -> bool:
-        """See `Dialect`."""
-        return True
-
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         return {"request_id": self.id, "choices": [self._whole(choice) for choice in choices], "prompt_logprobs": None}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         log_probs = {"content": self.log_probs(choice), "refusal": None} if self.wants_log_probs else None
-        return {
-            "index": choice.index,
-            "logprobs": log_probs,
-            "finish_reason": choice.finish,
-            "token_ids": choice.response.tokens,
-            **({} if choice.response.kept is None else {"sampling_mask": choice.response.kept}),
-        }
+        kept = {} if choice.response.kept is None else {"sampling_mask": choice.response.kept}
+        entry = {"index": choice.index, "logprobs": log_probs, "finish_reason": choice.finish}
+        return entry | {"token_ids": choice.response.tokens} | kept

@@ -22,6 +22,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
+    @classmethod
+    def of(cls, error: Exception) -> ApiError:
+        """Return an error of the endpoint's own in this form."""
+        return error if isinstance(error, ApiError) else cls(500, f"{type(error).__name__}: {error}")
+
     def to_json(self) -> dict[str, Any]:
         """Return the body of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

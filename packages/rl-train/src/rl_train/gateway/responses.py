@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_train.gateway.bodies import ResponsesBody, read
-from rl_train.gateway.chat import ChatDialect
+from rl_train.gateway.chat import ItemDialect
 from rl_train.gateway.drawing import Choice
 from rl_train.gateway.encoding import Raw
 from rl_train.gateway.errors import ApiError, unsupported
 
 # The events of an item's text, by the type of the item.
 _KINDS = {"message": "output_text", "function_call": "function_call_arguments"}
+# The part of an item with a text, and the fields of a response, at the beginning.
+_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+_FIXED: dict[str, Any] = {"object": "response", "error": None, "incomplete_details": None, "parallel_tool_calls": True}
+_FIXED |= {"text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {}, "usage": None}
+_DETAILS = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
+_DETAILS |= {"output_tokens_details": {"reasoning_tokens": 0}}
 
 
-class Responses(ChatDialect):
+class Responses(ItemDialect):
     """`/v1/responses`; a session keeps its responses for `previous_response_id`."""
 
     kind = "resp"
@@ -50,35 +56,14 @@ class Responses(ChatDialect):
         self.session.conversations[self.id] = [*self._history, self.message(choice)]
         status = "incomplete" if choice.finish == "length" else "completed"
         reason = {"reason": "max_output_tokens"} if choice.finish == "length" else None
-        drawn, prompt = len(choice.response.tokens), len(self.recorded.tokens)
-        return self._response(status) | {
-            "incomplete_details": reason,
-            "output": list(self._items(choice)),
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": drawn,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + drawn,
-            },
-        }
+        prompt, drawn = self.counts(choices)
+        usage = {"input_tokens": prompt, "output_tokens": drawn, "total_tokens": prompt + drawn, **_DETAILS}
+        output = list(self.items(choice))
+        return self._response(status) | {"incomplete_details": reason, "output": output, "usage": usage}
 
     def begin(self) -> list[dict[str, Any]]:
         """See `Dialect`."""
         return [self._event(kind, response=self._response("in_progress")) for kind in ("created", "in_progress")]
-
-    def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
-        """See `Dialect`. With tools all items come at the end of the answer, which shows what they are."""
-        events = list[dict[str, Any]]()
-        if self.tools is None:
-            item = self._text_item("", Raw("[]"))
-            events += self._opened(0, item) if begin == 0 else []
-            events += [self._delta(0, item, text, self._log_probs(choice, begin))] if text else []
-        for number, item in enumerate(self._items(choice) if choice.finish is not None else ()):
-            if self.tools is not None:
-                events += [*self._opened(number, item), self._delta(number, item, *_contents(item).values())]
-            events += self._closed(number, item)
-        return events
 
     def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
@@ -90,67 +75,41 @@ class Responses(ChatDialect):
         return self._event("error", code=error.code, message=str(error), param=error.param) | {"type": "error"}
 
     def _response(self, status: str) -> dict[str, Any]:
-        body = self._body
+        body, sampling = self._body, self.session.sampling
         values = body.model_dump(include={"model", "instructions", "max_output_tokens", "previous_response_id"})
-        sampling = self.session.sampling
-        return values | {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": [],
-            "parallel_tool_calls": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "truncation": "disabled",
-            "metadata": {},
-            "usage": None,
-        }
+        values |= {"id": self.id, "created_at": self.created, "status": status, "output": []}
+        tools = {"tool_choice": body.tool_choice or "auto", "tools": body.tools or []}
+        return _FIXED | values | tools | {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
-    def _items(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Yield the items of a complete choice: its text, and a call for each tool call."""
-        message = self.message(choice)
-        calls = message.get("tool_calls") or ()
-        if message["content"] or not calls:
-            yield self._text_item(message["content"], self._log_probs(choice))
-        for call in calls:
-            number, function = call["id"], call["function"]
-            yield {"type": "function_call", "id": f"fc_{number}", "call_id": number, "status": "completed", **function}
+    def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        log_probs = self.log_probs(choice, begin) if self._wants_log_probs else Raw("[]")
+        part = _TEXT | {"text": text, "logprobs": log_probs}
+        item = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "status": "completed"}
+        return item | {"content": [part]}
 
-    def _text_item(self, text: str, log_probs: Raw) -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
-        return {
-            "type": "message",
-            "id": f"msg_{self.id}",
-            "role": "assistant",
-            "status": "completed",
-            "content": [part],
-        }
+    def call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        return item | call["function"]
 
-    def _log_probs(self, choice: Choice, begin: int = 0) -> Raw:
-        return self.log_probs(choice, begin) if self._wants_log_probs else Raw("[]")
-
-    def _opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that begin an item."""
+    def opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """See `ItemDialect`."""
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
         events = [self._event("output_item.added", output_index=number, item=item | empty | {"status": "in_progress"})]
         if item["type"] == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            events.append(self._event("content_part.added", **_place(number, item), part=part))
+            events.append(self._event("content_part.added", **_place(number, item), part=_TEXT))
         return events
 
-    def _delta(self, number: int, item: dict[str, Any], text: str, log_probs: Raw | None = None) -> dict[str, Any]:
-        """Return the event that has a part of an item's text."""
-        values = {} if log_probs is None else {"logprobs": log_probs}
-        return self._event(f"{_KINDS[item['type']]}.delta", **_place(number, item), delta=text, **values)
+    def filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
+        """See `ItemDialect`."""
+        name = _KINDS[item["type"]]
+        contents = _contents(item)
+        text = contents.pop(name.rpartition("_")[2])
+        return self._event(f"{name}.delta", **_place(number, item), delta=text, **contents)
 
-    def _closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that end an item."""
+    def closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """See `ItemDialect`."""
         place = _place(number, item)
         events = [self._event(f"{_KINDS[item['type']]}.done", **place, **_contents(item))]
         if item["type"] == "message":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.anthropic import CountTokens, Messages
+from rl_train.gateway.bodies import RewardBody, read
 from rl_train.gateway.chat import Chat
 from rl_train.gateway.dialects import Completion, Dialect, Generate
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
@@ -40,6 +41,8 @@ _DIALECTS: dict[str, type[Dialect]] = {
 }
 # The first part of the path of a client that cannot choose its key.
 _PREFIX = "/sessions/{key}"
+_PREFIXES = ("", _PREFIX)
+_MODELS = ("/v1/models", "/v1/models/{model:path}")
 _LOOPBACK = "127.0.0.1"
 
 
@@ -146,32 +149,19 @@ class Gateway:
         from starlette.exceptions import HTTPException
         from starlette.routing import Route
 
-        def reply(error: ApiError) -> Response:
-            return _json(error.to_json(), error.status)
-
         async def failed(_: Request, error: Exception) -> Response:
-            if isinstance(error, ApiError):
-                return reply(error)
             if isinstance(error, HTTPException):
-                return reply(ApiError(error.status_code, f"{error.detail}; see the paths of /v1/models"))
-            return reply(ApiError(500, f"{type(error).__name__}: {error}"))
+                error = ApiError(error.status_code, f"{error.detail}; see the paths of /v1/models")
+            return _json((answered := ApiError.of(error)).to_json(), answered.status)
 
+        endpoints: dict[str, Any] = {path: self._answers(dialect) for path, dialect in _DIALECTS.items()}
+        endpoints |= {"/v1/reward": self._reward}
         routes = [
-            Route(prefix + path, endpoint, methods=methods)
-            for path, (endpoint, methods) in self._endpoints().items()
-            for prefix in ("", _PREFIX)
+            *(Route(prefix + path, call, methods=["POST"]) for path, call in endpoints.items() for prefix in _PREFIXES),
+            *(Route(prefix + path, self._models, methods=["GET"]) for path in _MODELS for prefix in _PREFIXES),
         ]
         handlers: dict[Any, Any] = {ApiError: failed, HTTPException: failed, Exception: failed}
         return Starlette(routes=routes, exception_handlers=handlers)
-
-    def _endpoints(self) -> dict[str, tuple[Callable[[Request], Awaitable[Response]], list[str]]]:
-        posts = {path: (self._answers(dialect), ["POST"]) for path, dialect in _DIALECTS.items()}
-        return {
-            **posts,
-            "/v1/models": (self._models, ["GET"]),
-            "/v1/models/{model:path}": (self._models, ["GET"]),
-            "/v1/reward": (self._reward, ["POST"]),
-        }
 
     def _session(self, request: Request) -> Session:
         """Return the session of a request's key: in its path, its bearer token, or a header.
@@ -188,14 +178,8 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        entry = {
-            "id": self._model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rl-train",
-            "max_model_len": self._context,
-            "root": str(self._sampler.codec.file.parent),
-        }
+        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rl-train"}
+        entry |= {"max_model_len": self._context, "root": str(self._sampler.codec.file.parent)}
         if (name := request.path_params.get("model")) is None:
             return _json({"object": "list", "data": [entry]})
         self._check_model(name)
@@ -203,13 +187,8 @@ class Gateway:
 
     async def _reward(self, request: Request) -> Response:
         """Take the reward of an episode from its client."""
-        session, values = self._session(request), await self._body(request)
-        reward = values.get("reward") if isinstance(values, dict) else None
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or abs(reward) > 3e38 or reward != reward:
-            raise ApiError(
-                400, f"reward={reward!r:.50} must be a number that is finite in fp32", "reward", "invalid_value"
-            )
-        session.reward = float(reward)
+        session = self._session(request)
+        session.reward = read(RewardBody, await self._body(request)).reward
         return _json({"reward": session.reward})
 
     def _answers(self, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
@@ -361,10 +340,8 @@ async def _stream(
                 yield _text(first)
                 async for later in events:
                     yield _text(later)
-            except ApiError as error:
-                yield _text([call.late_error(error)])
             except Exception as error:
-                yield _text([call.late_error(ApiError(500, f"{type(error).__name__}: {error}"))])
+                yield _text([call.late_error(ApiError.of(error))])
             else:
                 yield call.last_event
 
