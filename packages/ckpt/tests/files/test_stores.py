@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,21 @@ def test_a_folder_is_copied_once_and_again_when_it_changes(files: Any, monkeypat
 def test_an_interrupted_upload_and_an_interrupted_download_are_refused(
     files: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fails(*arguments: Any) -> None:
-        raise OSError("the network is gone")
+    for error, text in (
+        (OSError("the network is gone"), "the network is gone"),
+        (
+            OSError(errno.ENOSPC, "full"),
+            "full.*; set TMPDIR or, for models, XDG_CACHE_HOME to a folder on a larger disk",
+        ),
+    ):
 
-    with monkeypatch.context() as lost:
-        lost.setattr(type(files), "get_file", fails)
-        with pytest.raises(ValueError, match=r"memory://models/one cannot be read: .*the network is gone"):
-            checkpoint_folder(URL)
+        def fails(*arguments: Any, error: OSError = error) -> None:
+            raise error
+
+        with monkeypatch.context() as lost:
+            lost.setattr(type(files), "get_file", fails)
+            with pytest.raises(ValueError, match=rf"memory://models/one cannot be read: .*{text}"):
+                checkpoint_folder(URL)
     assert not any(path.name.startswith("tmp") or path.is_file() for path in tmp_path.rglob("*")), "no remains"
     assert Path(checkpoint_folder(URL)).is_dir()
     files.rm_file("/models/one/config.json")
@@ -64,6 +73,36 @@ def test_an_interrupted_upload_and_an_interrupted_download_are_refused(
         checkpoint_folder(URL)
     with pytest.raises(ValueError, match=r"memory://models/two cannot be read: FileNotFoundError"):
         checkpoint_folder("memory://models/two")
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_refused(
+    files: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    get = type(files).get_file
+
+    def replacing(self: Any, source: str, target: str) -> None:
+        get(self, source, target)
+        self.pipe_file("/models/one/config.json", b"of another version")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(type(files), "get_file", replacing)
+        with pytest.raises(ValueError, match=r"memory://models/one .*it was replaced while it was read"):
+            checkpoint_folder(URL)
+    assert not any(path.is_file() for path in tmp_path.rglob("*")), "no remains"
+
+
+@pytest.mark.parametrize("fact", ["ETag", "created", "etag", "last_modified", "Last-Modified", "blob_id"])
+def test_versions_of_equal_size_differ_in_each_kind_of_store(
+    files: Any, monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    """Azure, HTTP servers and hubs have other facts of an object than S3."""
+    value = "1"
+    entry = {"name": "/models/one/config.json", "size": 11, "type": "file"}
+    monkeypatch.setattr(type(files), "ls", lambda *_, **__: [{**entry, fact: value}])
+    first = checkpoint_folder(URL)
+    assert checkpoint_folder(URL) == first
+    value = "2"
+    assert checkpoint_folder(URL) != first
 
 
 @pytest.mark.parametrize(
