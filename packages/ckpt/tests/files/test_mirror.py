@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import Result
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ckpt
@@ -50,6 +51,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
         counted.most_whole = max(counted.most_whole, whole + source.endswith(".safetensors"))
 
     monkeypatch.setattr(type(files), "get_file", counting)
+    # So that no tensor, and no part of a header but the first, is among the first bytes.
+    monkeypatch.setattr(mirror, "_FIRST_BYTES", 40)
     yield counted
     files.store.clear()
     assert not mirror._placeholders
@@ -80,10 +83,13 @@ def test_inspect_and_plan_read_headers_alone(source: Path, store: Counted) -> No
     assert len(store.downloaded()) == len(list(source.glob("*.safetensors")))
 
 
-def test_merge_has_one_file_of_weights_at_a_time(source: Path, store: Counted, tmp_path: Path) -> None:
-    result = run("convert", URL, tmp_path / "out", "--max-shard-size", "30KB")
+@pytest.mark.parametrize("options", [(), ("--format", "fp8")])
+def test_merge_has_one_file_of_weights_at_a_time(
+    source: Path, store: Counted, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    result = run("convert", URL, tmp_path / "out", "--max-shard-size", "30KB", *options)
     assert result.exit_code == 0, result.output
-    assert ckpt.verify(source, tmp_path / "out").equal
+    assert options or ckpt.verify(source, tmp_path / "out").equal
     names = store.downloaded()
     assert len(names) == len({*names}) == len(list(source.glob("*.safetensors")))
     assert store.most_whole == 1
@@ -111,6 +117,30 @@ def test_shards_fp8_and_other_kinds_of_sources(source: Path, store: Counted, tmp
     assert run("verify", URL, tmp_path / "plain").exit_code == 0
     upload(tmp_path / "plain", "memory://plain")
     assert "the same: " in run("verify", "memory://plain/model.safetensors", tmp_path / "plain").stdout
+
+
+def test_an_adapter_without_checksums_and_a_tokenizer_with_the_name_of_weights(
+    source: Path, store: Counted, tmp_path: Path
+) -> None:
+    """peft records no checksums, for which the files of others are read as a whole."""
+    shapes = {"A": (2, 32), "B": (32, 2)}
+    stored = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.rand(shape)
+        for layer in range(layout_for(source).num_layers)
+        for side, shape in shapes.items()
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    upload(tmp_path / "adapter", "memory://adapter")
+    (source / "tokenizer.bin").write_bytes(bytes(range(256)))
+    upload(source)
+    for adapter, base, out in ((tmp_path / "adapter", source, "a"), ("memory://adapter", URL, "b")):
+        assert run("merge", adapter, tmp_path / out, "--base", base).exit_code == 0
+    assert not ckpt.verify(source, tmp_path / "a").equal
+    assert ckpt.verify(tmp_path / "a", tmp_path / "b").equal
+    assert (tmp_path / "b" / "tokenizer.bin").read_bytes() == bytes(range(256))
 
 
 def test_a_training_run_in_a_store(checkpoint: Checkpoints, store: Counted, tmp_path: Path) -> None:
@@ -145,8 +175,13 @@ def test_errors_name_the_url(source: Path, tmp_path: Path) -> None:
     assert "none of its 1 files is one of a checkpoint or a run" in run("inspect", "memory://notes").output
     files.pipe_file("/out/step-1/../../config.json", b"")
     assert "leads out of its folder" in run("inspect", "memory://out").output
+    files.store["/models/one//tokenizer.json"] = files.store["/models/one/config.json"]
+    assert "the name '/tokenizer.json' leads out of its folder" in run("inspect", URL).output.replace("\n", "")
+    del files.store["/models/one//tokenizer.json"]
     files.rm_file("/models/one/config.json")
     assert f"{URL}/config.json" in run("inspect", URL).output.replace("\n", "")
+    with pytest.raises(ValueError, match=rf"{URL}/lost"), mirrored(URL) as folder:
+        (folder / "lost").read_bytes()
     result = run("merge", source, "memory://models/two")
     assert result.exit_code == 2
     assert "is a URL; save into a folder of this machine" in result.output

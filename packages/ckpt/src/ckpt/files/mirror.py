@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from ckpt.files.contents import is_known
+from ckpt.files.contents import COMPANIONS, is_known, matches
 from ckpt.files.stores import Store
 
 # Files of weights. Their bytes stay in the store until they are read.
@@ -100,13 +100,8 @@ def mirrored(path: str | os.PathLike[str], includes: Callable[[str], bool] = _of
         try:
             with store.errors():
                 store.files.invalidate_cache()
-                url, top, name, is_file = (
-                    store.url.rstrip("/"),
-                    store.path.rstrip("/"),
-                    "",
-                    store.files.isfile(store.path),
-                )
-                if is_file:
+                url, top, name = store.url.rstrip("/"), store.path.rstrip("/"), ""
+                if is_file := store.files.isfile(store.path):
                     (url, _, _), (top, _, name) = url.rpartition("/"), top.rpartition("/")
                 objects = store.files.find(top, maxdepth=1 if is_file else None)
                 names = [name for name in (entry.removeprefix(f"{top}/") for entry in objects) if includes(name)]
@@ -117,8 +112,10 @@ def mirrored(path: str | os.PathLike[str], includes: Callable[[str], bool] = _of
                 with ThreadPoolExecutor(_THREADS) as pool:
                     list(pool.map(lambda name: _bring(Store(url, store.files, top), name, folder), names))
             yield folder / name
-        except ValueError as error:
-            raise ValueError(str(error).replace(f"{temporary}/{PurePosixPath(top).name}", url)) from None
+        except (ValueError, OSError) as error:
+            if (here := f"{temporary}/{PurePosixPath(top).name}") not in str(error):
+                raise
+            raise ValueError(str(error).replace(here, url)) from None
         finally:
             for file in files:
                 _placeholders.pop(file, None)
@@ -126,11 +123,9 @@ def mirrored(path: str | os.PathLike[str], includes: Callable[[str], bool] = _of
 
 def _bring(top: Store, name: str, folder: Path) -> None:
     """Write a file of a store's folder into a folder of this machine; a placeholder for a file of weights."""
-    if ".." in name.split("/"):
-        raise ValueError(f"the name {name!r} leads out of its folder")
-    target, source = folder / name, Store(f"{top.url}/{name}", top.files, f"{top.path}/{name}")
+    source, target = top.child(name), folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix in _WEIGHTS:
+    if target.suffix in _WEIGHTS and not matches(name, COMPANIONS):
         _placeholders[target] = _Placeholder(target, source)
     else:
         source.files.get_file(source.path, str(target))

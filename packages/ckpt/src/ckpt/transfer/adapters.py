@@ -15,6 +15,7 @@ from ckpt.files.contents import ADAPTER, ADAPTER_WEIGHTS
 from ckpt.files.disk import room_for, while_unchanged
 from ckpt.files.dtypes import is_finite, non_finite
 from ckpt.files.header import TensorInfo, read_header
+from ckpt.files.mirror import fetch
 from ckpt.files.tensor_bytes import check_recorded
 from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.adapter_config import DROPOUT, SHARED, require_plain_lora
@@ -136,7 +137,7 @@ def open_adapter(
             f"({len(missing)}), unexpected {odd[:3]} ({len(odd)})"
         )
     files = TensorFiles({file: header})
-    stored = load_file(file) if layout.repeated else {}
+    stored = _tensors_of(file) if layout.repeated else {}
     for name, info in infos.items():
         if name in layout.repeated:
             layout.from_file(name, stored[_PREFIX + name])
@@ -154,8 +155,14 @@ def read_adapter(path: str | os.PathLike[str], base: Layout, config: Mapping[str
     """
     files, layout = open_adapter(path, base, config)
     check_recorded(files.headers)
-    stored = load_file(Path(path) / ADAPTER_WEIGHTS)
+    stored = _tensors_of(Path(path) / ADAPTER_WEIGHTS)
     return layout.merging({name: layout.from_file(name, stored[_PREFIX + name]) for name in layout.canonical})
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, also of a mirror."""
+    fetch(file)
+    return load_file(file)
 
 
 class _StoredLayout(Layout):

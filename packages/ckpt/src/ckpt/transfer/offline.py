@@ -270,6 +270,10 @@ def _write(
             if progress is not None:
                 progress(done, total)
 
+    # The file in which each of these tensors begins: a mirror has one file of weights at a time.
+    quantized_of: dict[Path, list[str]] = {}
+    for name in quantized:
+        quantized_of.setdefault(source.tensors[source.pieces[name][0][0]][0], []).append(name)
     unchecked = dict(source.headers)
     needed = sum(plan.nbytes for plan, _ in parts)
     with room_for(needed, out), FolderWriter(out) as folder, while_unchanged(source.files):
@@ -286,19 +290,20 @@ def _write(
                     file: stack.enter_context(open(folder / file, "r+b", buffering=0)).fileno()
                     for file in plan.contents
                 }
-                for path, group in itertools.groupby(copies, key=lambda item: item[0]):
+                groups = {path: [*group] for path, group in itertools.groupby(copies, key=lambda item: item[0])}
+                for path in sorted(groups.keys() | quantized_of.keys()):
                     if path in unchecked:
                         check_recorded({path: unchecked.pop(path)})
                     with open_weights(path) as opened:
-                        for _, info, copy, name in group:
+                        for _, info, copy, name in groups.get(path, ()):
                             file, to = plan.tensors[name]
                             move(opened.fileno(), info, files[file], to, copy, name)
+                    for name in quantized_of.get(path, ()):
+                        quantize_into(plan, files, name)
                     if len(parts) == 1:
                         release(path)
                 check_recorded(unchecked)
                 unchecked.clear()
-                for name in quantized:
-                    quantize_into(plan, files, name)
             plan.complete(folder)
         describe(folder)
     if broken:
