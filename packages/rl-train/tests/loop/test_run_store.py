@@ -71,7 +71,11 @@ def test_another_machine_finds_the_run_without_what_was_pruned(machine: Machine)
     run = store(here)
     for step in range(1, 5):
         save(here, step)
+        (here / "rollouts").mkdir(exist_ok=True)
+        (here / "rollouts" / f"step-{step:08d}.parquet").write_text("of a step that is taken again")
         run.push()
+        (here / "rollouts" / f"step-{step:08d}.parquet").unlink()
+    run.push()
     expected = {name: text for name, text in contents(here).items() if name != ".lock"}
     there = machine("there")
     store(there).pull()
@@ -169,6 +173,16 @@ def test_a_folder_of_other_files_is_refused(machine: Machine) -> None:
     ):
         store(machine("here")).pull()
     assert RunStore.of(Path("run")) is None
+
+
+@pytest.mark.parametrize("name", ["/lost", "training/../../lost"])
+def test_an_object_whose_name_leads_out_of_the_run_is_refused(machine: Machine, name: str) -> None:
+    here, files = machine("here"), fsspec.filesystem("memory")
+    save(here, 1)
+    store(here).push()
+    files.store[f"/bucket/run/{name}"] = files.store["/bucket/run/options.json"]
+    with pytest.raises(ValueError, match=r"memory://bucket/run .*leads out of its folder"):
+        store(machine("there")).pull()
 
 
 def test_a_run_is_uploaded_after_steps_and_at_its_end(machine: Machine, model: Path) -> None:

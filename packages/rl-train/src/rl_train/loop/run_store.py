@@ -12,10 +12,13 @@ from typing import Any
 from ckpt.files import Store
 from rl_train.loop.recipe import Tell
 from rl_train.options.fields import runs_folder
+from rl_train.trajectories.rollout_files import ROLLOUTS
 
 # The file of a folder that is written last: a folder of checkpoints without it is not whole. Stores have no rename.
 _MARKS = ("state.json", "config.json", "adapter_config.json")
 _RUN, _LATEST = "options.json", "latest"
+# What a run removes again: older checkpoints, and rollouts of steps that are taken again.
+_REMOVED = ("training/", f"{ROLLOUTS}/")
 
 
 class RunStore:
@@ -61,14 +64,14 @@ class RunStore:
             if not names or (self._here(_RUN).is_file() and self._newest(names) <= self._newest_here()):
                 return
             for name in sorted(filter(_whole(names), names), key=_order):
-                target = self._here(name)
+                source, target = self._there(name), self._here(name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 partial = target.with_name(f".{target.name}.pulled")
-                self._store.files.get_file(self._there(name), str(partial))
+                self._store.files.get_file(source, str(partial))
                 os.replace(partial, target)
 
     def push(self) -> None:
-        """Upload what has changed, and remove checkpoints that this machine has removed."""
+        """Upload what has changed, and remove checkpoints and rollouts that this machine has removed."""
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         here = dict[str, tuple[int, int]]()
         for file in files:
@@ -90,7 +93,7 @@ class RunStore:
             except FileNotFoundError:  # an older checkpoint was removed meanwhile
                 removed.add(os.path.dirname(name))
         for name in sorted(there - here.keys(), key=_order, reverse=True):
-            if name.startswith("training/"):
+            if name.startswith(_REMOVED):
                 self._store.files.rm_file(self._there(name))
 
     @contextmanager
@@ -141,7 +144,7 @@ class RunStore:
         return self._folder / name
 
     def _there(self, name: str) -> str:
-        return f"{self._store.path.rstrip('/')}/{name}"
+        return str(self._store.child(name).path)
 
 
 def _whole(names: Sequence[str]) -> Callable[[str], bool]:
