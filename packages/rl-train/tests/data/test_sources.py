@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from rl_train.data.prompts import read_prompts
@@ -139,6 +141,29 @@ def test_a_broken_parquet_file_is_named(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             read_prompts(tmp_path / name, model, 9)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("call", ["isdir", "open", "readinto"])
+def test_a_store_that_fails_at_any_time_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, upload: object, name: str, call: str
+) -> None:
+    """Stores raise errors of their own, which are no OSErrors, also in the middle of an object."""
+    if name == "rows.parquet":
+        pytest.importorskip("pyarrow")
+    files = fsspec.filesystem("memory")
+
+    def gone(*arguments: object, **options: object) -> int:
+        raise RuntimeError("the network is gone")
+
+    class Lost(io.RawIOBase):
+        readable = seekable = lambda self: True
+        readinto = seek = gone
+
+    monkeypatch.setattr(type(files), "open", lambda *_: io.BufferedReader(Lost()))
+    monkeypatch.setattr(type(files), call, gone, raising=False)
+    with pytest.raises(ValueError, match=rf"memory://bucket/{name} cannot be read: .*the network is gone"):
+        read_prompts(Path(f"memory://bucket/{name}"), model, 9)
 
 
 @pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("datasets", "saved")])

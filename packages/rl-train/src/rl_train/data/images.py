@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.files import Store
 from rl_train.data.chat import ChatTemplate
-from rl_train.data.sources import opened
+from rl_train.data.sources import exists, opened
 
 if TYPE_CHECKING:
     from rl_models import VisualInputs
@@ -140,7 +140,7 @@ def _opened(source: Any, base: Path) -> Any:
     if isinstance(source, str) and not source.startswith(_ADDRESSES):
         file = Path(source) if Store.of(source) else base / source
         if (store := Store.of(file)) is not None and len(source) <= _LONGEST_NAME:  # a longer text is base64
-            return store.url if store.files.exists(store.path) else source
+            return store.url if exists(file) else source
         if store is None and file.is_file():
             return str(file)
     return source

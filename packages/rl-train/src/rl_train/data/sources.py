@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,29 @@ def _plain(value: Any) -> Any:
     return _plain(numbers) if isinstance(numbers, list) else numbers
 
 
-def opened(path: Path) -> Any:
-    """Open a file, or an object of a store by its URL, to read bytes."""
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file, or an object of a store by its URL, to read bytes; an error of the store is a ValueError."""
     if (store := Store.of(path)) is None:
-        return open(path, "rb")
+        with open(path, "rb") as file:
+            yield file
+        return
+    try:
+        with store.files.open(store.path, "rb") as file:
+            yield file
+    except ValueError:  # of the content
+        raise
+    except Exception:
+        with store.errors():
+            raise
+
+
+def exists(path: Path) -> bool:
+    """Say whether a path or a URL names a file or a folder."""
+    if (store := Store.of(path)) is None:
+        return path.exists()
     with store.errors():
-        return store.files.open(store.path, "rb")
+        return bool(store.files.exists(store.path))
 
 
 def json_lines(path: Path) -> Iterator[Row]:
@@ -129,7 +147,10 @@ def csv_rows(path: Path) -> Iterator[Row]:
 
 def is_folder(path: Path) -> bool:
     """Say whether a path or a URL is a folder."""
-    return path.is_dir() if (store := Store.of(path)) is None else bool(store.files.isdir(store.path))
+    if (store := Store.of(path)) is None:
+        return path.is_dir()
+    with store.errors():
+        return bool(store.files.isdir(store.path))
 
 
 def dataset_rows(path: Path) -> Iterator[Row]:
