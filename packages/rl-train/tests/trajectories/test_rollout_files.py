@@ -1,6 +1,7 @@
 """The Parquet files of `--save-rollouts`, and learning from them."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,10 +35,10 @@ def loop(model: Path, prompts: Path, tmp_path: Path, in_process: Any) -> Callabl
     def make(first: int = 1, **options: Any) -> Loop:
         numbers = iter(range(1000))
         small: dict[str, Any] = {"prompts_per_step": PROMPTS, "samples": SAMPLES, "max_new_tokens": 4, "steps": 1}
-        small |= {"out": tmp_path / "run", "save_every": 0, "save_rollouts": True}
-        resolved = TrainOptions(model=model, prompts=prompts, reward="r:f", **small | options)
+        small |= {"out": tmp_path / "run", "save_every": 0, "save_rollouts": True, "prompts": prompts}
+        resolved = TrainOptions(model=model, reward="r:f", **small | options)
         resolved.out.mkdir(exist_ok=True)
-        rows = read_prompts(prompts, model, 99)[:PROMPTS]
+        rows = read_prompts(resolved.prompts, model, 99)[:PROMPTS]
         checked_run = CheckedRun(resolved, rows, [], (), None)
         rewards = in_process(lambda prompt, response, row: float(prompt == "a") * next(numbers))
         recipe = Reinforcement(
@@ -106,7 +107,7 @@ def test_a_run_that_goes_on_removes_the_files_of_later_steps(loop: Callable[...,
     assert rows_of(run.options.out)
 
 
-@pytest.mark.parametrize("url", [None, "memory://bucket/run"])
+@pytest.mark.parametrize("url", [None, "memory://bucket/run[1]"])
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_the_page_shows_what_is_saved_as_the_samples_of_the_run(
     loop: Callable[..., Loop], upload: Callable[[Path, str], None], url: str | None, *, tokenizer: bool
@@ -132,6 +133,22 @@ def test_the_page_shows_what_is_saved_as_the_samples_of_the_run(
         same = [sample for sample in samples if sample["turns"] == line["turns"]]
         assert same, "a sample of the run is one of the responses, with the same values of tokens"
         assert {name: same[0][name] for name in same[0] if name != "prompt"}.items() <= line.items()
+
+
+def test_rollouts_that_are_damaged_anywhere_and_sources_without_utf8(
+    loop: Callable[..., Loop], prompts: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    source = Path(shutil.copy(prompts, tmp_path / "\udcff.jsonl"))
+    run = loop(prompts=source)
+    run.run()
+    out = run.options.out
+    assert {row["source"] for row in rows_of(out)} == {f"{tmp_path}/\\udcff.jsonl"}
+    content = (file := out / "rollouts" / "step-00000001.parquet").read_bytes()
+    for damaged in (b"", content[:-1], content[:4] + bytes(400) + content[404:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="rollouts cannot be read as Parquet"):
+            list(SavedRollouts(out, "organisation/none").prompts_of(1))
 
 
 def test_the_best_responses_are_rows_to_learn_from(loop: Callable[..., Loop], tmp_path: Path) -> None:

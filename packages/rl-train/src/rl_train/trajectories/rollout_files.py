@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt.cli import printable
 from ckpt.files import replacing, room_for
 from rl_models import Batch
 from rl_train.data.codec import TextCodec
@@ -83,7 +84,8 @@ class RolloutFiles:
             "truncated": torch.tensor(truncated)[ids],
         }
         table = self._table(batch, {"step": torch.full_like(ids, step), **columns})
-        sources = [str(prompts[number].source) for number in (ids // per_prompt).tolist()]
+        # Arrow takes no names of files that are not UTF-8.
+        sources = [printable(prompts[number].source) for number in (ids // per_prompt).tolist()]
         table = table.append_column("source", [sources])
         file = self._folder / FILE.format(step)
         with room_for(None, file):

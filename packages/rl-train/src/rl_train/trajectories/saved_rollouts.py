@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -45,7 +45,10 @@ class SavedRollouts:
             files = sorted(map(str, (out / ROLLOUTS).glob(pattern)))
         else:
             self._system, self._folder = store.files, store.path
-            files = sorted(store.files.glob(f"{store.path}/{pattern}"))
+            with store.errors():
+                store.files.invalidate_cache()
+                names = store.files.find(store.path, maxdepth=1)
+            files = sorted(name for name in names if PurePosixPath(name).match(pattern))
         if not files:
             raise FileNotFoundError(f"{out} has no {ROLLOUTS}")
         heads = self._read(files, ["step", "sample", "reward", "source"])
@@ -83,7 +86,9 @@ class SavedRollouts:
 
         try:
             return parquet.read_table(files, filesystem=self._system, columns=columns)
-        except ArrowException as error:
+        except FileNotFoundError:
+            raise
+        except (ArrowException, OSError) as error:
             raise ValueError(f"{self._folder} cannot be read as Parquet: {error}") from None
 
     def _sample(self, table: Any, begin: int, end: int) -> dict[str, Any]:
