@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
@@ -80,16 +81,34 @@ def test_runs_with_equal_names_have_their_paths(runs: list[Path], tmp_path: Path
         (["small", "."], "holds no run: it has no options.json"),
         (["small", "large", "--out=notes.txt"], "notes.txt exists and is no page of rl-train; choose another --out"),
         (["small", "large", "--out=small"], "small exists and is no page of rl-train; choose another --out"),
+        (["small", "large", "--out=memory://notes.txt"], "notes.txt exists and is no page of rl-train; choose another"),
     ],
 )
 def test_mistakes_are_named(
-    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], said: str
+    runs: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    upload: object,
+    given: list[str],
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("mine")
+    fsspec.filesystem("memory").pipe_file("/notes.txt", b"mine")
     result = CliRunner().invoke(app, ["compare", *given])
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
     assert Path("notes.txt").read_text() == "mine"
+    assert fsspec.filesystem("memory").cat_file("/notes.txt") == b"mine"
+
+
+@pytest.mark.parametrize("out", ["new/folder/page.html", "memory://pages/page.html"])
+def test_a_page_goes_to_a_new_folder_and_to_a_url_again(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upload: object, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        result = CliRunner().invoke(app, ["compare", *map(str, runs), "--out", out])
+        assert result.exit_code == 0, result.output
 
 
 def test_a_browser_draws_the_comparison(runs: list[Path], tmp_path: Path, browser: ReportBrowser) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
-from rl_train.report.html_report import MOST_STEPS, write_page
+from rl_train.report.html_report import MOST_STEPS, write_content, write_page
 from rl_train.report.page_samples import MOST_EXTREME, MOST_SAMPLED
 
 from .browser import ReportBrowser
@@ -115,6 +115,26 @@ def test_a_run_at_a_url_has_the_same_page_there(run: Path, upload: Callable[[Pat
     result = CliRunner().invoke(app, ["compare", "memory://bucket/run", str(run), "--out", str(page)])
     assert result.exit_code == 0, result.output
     assert [one["name"] for one in content(page)["runs"]] == ["memory:/bucket/run", str(run)]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("options.json", "[]", "options.json does not come from rl-train; give the --out of a run"),
+        ("options.json", '{"model": "m"}', "options.json does not come from rl-train; give the --out of a run"),
+        ("options.json", "{", "options.json is not valid JSON: .*; give the --out of a run"),
+        ("metrics.jsonl", '{"step": 1, "reward": "high"}\n', "metrics.jsonl, line 1: not a line of a step"),
+        ("metrics.jsonl", '{"step": 1, "seconds": null}\n', "metrics.jsonl, line 1: not a line of a step"),
+        ("samples.jsonl", '{"step": 1, "prompt": "p"}\n', "samples.jsonl, line 1: not a line of a step"),
+        ("samples.jsonl", '{"step": 1, "reward": 1}\n', "samples.jsonl, line 1: not a line of a step"),
+        ("report.html/x", "mine", "report.html is a folder, and the page is to be written there; move it elsewhere"),
+    ],
+)
+def test_files_that_no_run_has_written_are_named(run: Path, file: str, text: str, said: str) -> None:
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        write_page(run)
 
 
 def test_a_long_run_is_thinned_evenly(run: Path) -> None:
@@ -260,6 +280,30 @@ const numbers = every(document.body).filter(element => element.name === "text");
 console.log(JSON.stringify(numbers.map(({ attributes, textContent }) =>
   [attributes["text-anchor"], attributes.x, String(textContent)])));
 """
+
+
+def numbers_of(page: Path, folder: Path) -> list[tuple[str, float, str]]:
+    """Return the anchor, the place and the text of each number of a page's charts."""
+    data, script = re.findall(r"<script[^>]*>\n?(.*?)</script>", page.read_text(), re.S)
+    (folder / "page.js").write_text(script)
+    command = ["node", "-e", DOCUMENT, str(folder / "page.js")]
+    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    numbers: list[tuple[str, float, str]] = json.loads(done.stdout)
+    return numbers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_chart_takes_more_values_than_a_call_of_javascript_takes_arguments(tmp_path: Path) -> None:
+    record = {f"source_reward/{number}": number for number in range(400)}
+    of_run = {"name": "run", "subtitle": "", "tiles": {}, "warnings": [], "options": {}, "versions": {}}
+    of_run |= {"metrics": [{"step": step} | record for step in range(500)]}
+    charts = [{"title": "Rewards", "names": [*record], "stacked": False}]
+    write_content(page := tmp_path / "page.html", {"runs": [of_run], "charts": charts, "others": [], "samples": []})
+    assert {"0", "400"} <= {text for _, _, text in numbers_of(page, tmp_path)}
+
+
 KL = {"kl": (5.2e-4, 1e-4, 2.5e-4), "approx_kl": (-4.4e-4, 1e-4, -1e-4), "rollout_kl": (2e-4, -2e-4, 0.0)}
 
 
@@ -285,12 +329,7 @@ def test_the_numbers_of_a_chart_differ_and_none_is_cut(
     rows = [{"step": step} | {name: row[place] for name, row in values.items()} for place, step in enumerate(steps)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "samples.jsonl").write_text("")
-    data, script = re.findall(r"<script[^>]*>\n?(.*?)</script>", write_page(run).read_text(), re.S)
-    (tmp_path / "page.js").write_text(script)
-    command = ["node", "-e", DOCUMENT, str(tmp_path / "page.js")]
-    done = subprocess.run(command, input=data, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    texts = json.loads(done.stdout)
+    texts = numbers_of(write_page(run), tmp_path)
     assert [text for anchor, _, text in texts if anchor == "end"] == numbers
     # A letter of 11 pixels is at most 7 wide; the chart is 440 wide.
     assert all(x >= 7 * len(text) for anchor, x, text in texts if anchor == "end")

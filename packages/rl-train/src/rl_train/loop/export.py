@@ -16,7 +16,7 @@ from parallel_models.engine import checkpoint_folder, stored_dtype
 from rl_models import Critic
 from rl_models.api import Worker
 from rl_train.cluster.launch import Devices
-from rl_train.data.sources import read_json
+from rl_train.data.sources import exists
 from rl_train.loop.checked_models import with_dtype
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.folder import MARK
@@ -25,6 +25,7 @@ from rl_train.options.derived import engine_options
 from rl_train.options.file_options import FILE_RECIPES
 from rl_train.options.options import TrainOptions
 from rl_train.options.run_options import RunOptions
+from rl_train.report.lines import read_options
 
 
 class SavedModel(NamedTuple):
@@ -51,11 +52,11 @@ def open_step(path: Path) -> Iterator[SavedModel]:
         ValueError: The path is no run's, or there is no such checkpoint; names those that there are.
     """
     absolute = path if Store.of(path) else path.absolute()
-    run = next((folder for folder in (path, *absolute.parents) if _is_run(folder)), None)
+    run = next((folder for folder in (path, *absolute.parents) if exists(folder / MARK)), None)
     if run is None:
         raise ValueError(f"{path} is in no run, a folder with {MARK}; give the --out of a run, or a step in it")
     with mirrored(run, lambda name: name == MARK or name.startswith("training/")) as local:
-        values = read_json(local / MARK)
+        values = read_options(local, "give the --out of a run")
         kind = FILE_RECIPES.get(str(values.get(COMMAND)), TrainOptions)
         options = kind(**{name: values[name] for name in kind.names() if values.get(name) is not None})
         inside = path.absolute().relative_to(run.absolute()).parts
@@ -65,13 +66,6 @@ def open_step(path: Path) -> Iterator[SavedModel]:
         if number not in steps:
             raise ValueError(f"{run / folder} has no checkpoint {path.name}; its steps are {steps}")
         yield SavedModel(options, run / folder, local / folder, number)
-
-
-def _is_run(folder: Path) -> bool:
-    if (store := Store.of(folder / MARK)) is None:
-        return (folder / MARK).is_file()
-    with store.errors():
-        return bool(store.files.exists(store.path))
 
 
 def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> SavedModel:

@@ -15,13 +15,12 @@ from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
 from rl_train.cluster.machines import Machines
 from rl_train.data.mixture import split_sources
-from rl_train.data.sources import read_json
 from rl_train.loop.recipe import BEST
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
 from rl_train.loop.run_store import RunStore
 from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import PAGE, VERSIONS, versions
-from rl_train.report.lines import LINES, read_lines, replace_text
+from rl_train.report.lines import LINES, read_lines, read_options, replace_text
 from rl_train.report.loggers import names
 from rl_train.rewards.judge import JUDGEMENTS
 from rl_train.trajectories.rollout_files import ROLLOUTS
@@ -29,8 +28,8 @@ from rl_train.trajectories.rollout_files import ROLLOUTS
 # Options whose paths a run reads, and reads again when it is resumed.
 INPUTS = ["model", "critic.model", "reference", "teacher", "prompts", "evaluation.prompts"]
 INPUTS += ["dataset", "evaluation.dataset"]
-# The file of every run, and its keys.
-MARK, MARKS = "options.json", {"model", "steps"}
+# The file of every run.
+MARK = "options.json"
 
 # The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
@@ -58,15 +57,8 @@ def check_folder(options: RunOptions) -> None:
         check_writable(options.out / name)
     _check_inputs(options)
     check_foreign(options.out, mark=MARK)
-    options_file = options.out / MARK
-    if options_file.is_file():
-        try:
-            earlier_options = read_json(options_file)
-            if not (isinstance(earlier_options, dict) and earlier_options.keys() >= MARKS):
-                raise ValueError(f"{options_file} does not come from rl-train")
-        except ValueError as error:
-            raise ValueError(f"{error}; remove it, or choose another out") from None
-        check_options(options, earlier_options)
+    if (options.out / MARK).is_file():
+        check_options(options, read_options(options.out, "remove it, or choose another out"))
     for name in LINES:
         read_lines(options.out / name)
     _check_steps(options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rl_train.data.sources import exists, is_folder, opened
 from rl_train.report.html_report import CHARTS, PHASES, RunFiles, charts_of, page_template, write_content
 from rl_train.report.page_samples import shared_samples
 
@@ -56,11 +57,16 @@ class Comparison:
         """Write the page.
 
         Raises:
-            ValueError: The path is a file that is no such page, or a folder.
+            ValueError: The path or URL has a file that is no such page, or a folder; or the disk refuses the page.
         """
-        beginning = page_template().partition("<style>")[0]
-        if path.exists() and not (path.is_file() and path.read_bytes().startswith(beginning.encode())):
-            raise ValueError(f"{path} exists and is no page of rl-train; choose another --out")
+        beginning = page_template().partition("<style>")[0].encode()
+        if exists(path):
+            content = b""
+            if not is_folder(path):
+                with opened(path) as file:
+                    content = file.read(len(beginning))
+            if content != beginning:
+                raise ValueError(f"{path} exists and is no page of rl-train; choose another --out")
         contents: list[dict[str, Any]] = [
             run.content | {"name": name} for run, name in zip(self._runs, self.names, strict=True)
         ]

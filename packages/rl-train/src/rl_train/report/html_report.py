@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.cli import printable
 from ckpt.files import Store, mirrored, replacing, room_for
 from rl_train.data.sources import read_json
-from rl_train.report.lines import LINES, read_lines, replace_text
+from rl_train.report.lines import LINES, read_lines, read_options, replace_text
 from rl_train.report.page_samples import evenly_spaced, samples_of_lines, samples_of_run
 from rl_train.report.signs import warned
 from rl_train.trajectories.saved_rollouts import SavedRollouts
@@ -90,7 +90,7 @@ class RunFiles:
         with mirrored(folder, lambda name: name in ("options.json", VERSIONS, PROFILE, *LINES)) as local:
             if not (local / "options.json").is_file():
                 raise ValueError(f"{folder} holds no run: it has no options.json; give the --out of rl-train train")
-            options: dict[str, Any] = read_json(local / "options.json")
+            options = read_options(local, "give the --out of a run")
             self.options = {name: value for name, value in options.items() if name != "inputs"}
             self.metrics, self.samples = (read_lines(local / name) for name in LINES)
             versions_file, profile_file = local / VERSIONS, local / PROFILE
@@ -143,6 +143,9 @@ def write_content(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(_readable(content)).replace("<", "\\u003c")
     page = page_template().replace("RUN", text, 1)
     if (store := Store.of(path)) is None:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder, and the page is to be written there; move it elsewhere")
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, page)
         return
     with store.errors("written"):
@@ -155,8 +158,8 @@ def page_template() -> str:
 
 
 def _subtitle(options: Mapping[str, Any]) -> str:
-    source = f"rewarded by {options['reward']}" if "reward" in options else f"on {options['dataset']}"
-    return f"{options.get('algorithm') or options['command']} of {options['model']}, {source}"
+    source = f"rewarded by {options['reward']}" if "reward" in options else f"on {options.get('dataset')}"
+    return f"{options.get('algorithm') or options.get('command')} of {options['model']}, {source}"
 
 
 def missing_plots() -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files import replacing, room_for
-from rl_train.data.sources import parse_json
+from rl_train.data.sources import parse_json, read_json
 from rl_train.report.signs import Signs
 
 # The files of lines in the folder of a run.
@@ -48,6 +48,27 @@ class Metrics:
                 file.write(text)
 
 
+def read_options(folder: Path, fix: str) -> dict[str, Any]:
+    """Return what `options.json` of a run holds; the ValueError for the file of another program ends with `fix`."""
+    file = folder / "options.json"
+    try:
+        options = read_json(file)
+        if not (isinstance(options, dict) and options.keys() >= {"model", "steps"}):
+            raise ValueError(f"{file} does not come from rl-train")
+    except ValueError as error:
+        raise ValueError(f"{error}; {fix}") from None
+    return options
+
+
+def _is_record(file: str, record: Any) -> bool:
+    """Say whether a JSON value is a line of metrics or of samples."""
+    if not (isinstance(record, dict) and type(record.get("step")) is int):
+        return False
+    if file == LINES[0]:
+        return all(isinstance(value, int | float) for value in record.values())
+    return isinstance(record.get("reward"), int | float) and "prompt" in record
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of `LINES`, or an empty list without the file; ValueError for a wrong line."""
     if not path.is_file():
@@ -60,7 +81,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             record = parse_json(line)
         except ValueError:
             record = None
-        if not (isinstance(record, dict) and type(record.get("step")) is int):
+        if not _is_record(path.name, record):
             raise ValueError(f"{path}, line {number}: not a line of a step; remove it, or choose another out")
         records.append({_RENAMED.get(str(name), str(name)): value for name, value in record.items()})
     return records
