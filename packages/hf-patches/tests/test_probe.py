@@ -1,5 +1,6 @@
 """The start-up probe: a patch that does not take effect is found and taken away."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
 from hf_patches import Patch, attention, patch
+from hf_patches.batch import Trace
 from hf_patches.testing.tiny_models import random_sequences, tiny_config, tiny_model
 from parallel_layers import PackedSequence
 
@@ -98,6 +100,15 @@ def test_weights_that_are_not_finite_are_named():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match=r"not finite, nor are its weights model\.layers\.1\.mlp\.up_proj\.weight;"):
         patch(model)
+
+
+def test_a_kernel_with_nan_is_as_wrong_as_one_of_another_dtype():
+    trace, right = Trace(), torch.ones(2)
+    for kernel, result in (("right", right), ("nan", torch.tensor([1.0, torch.nan])), ("bf16", right.bfloat16())):
+        trace.compare(kernel, right, right)
+        trace.compare(kernel, result, right)
+        trace.compare(kernel, right, right)
+    assert trace.kernel_errors == {"right": 0.0, "nan": math.inf, "bf16": math.inf}
 
 
 def test_a_layer_that_ignores_our_function_is_found():

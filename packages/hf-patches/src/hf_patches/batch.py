@@ -4,6 +4,7 @@ The plan travels as a keyword argument of the text backbone (`PLAN_KEYWORD`). So
 plan for the recompute, and a layer without a plan raises.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,7 +144,10 @@ class Trace:
         for result, reference in zip(actual, expected, strict=True):
             unit = max(torch.finfo(reference.dtype).eps, _TF32_EPSILON) * reference.abs().max().item()
             comparable = result.dtype == reference.dtype and result.shape == reference.shape
-            error = (result - reference).abs().max().item() / max(unit, 1e-30) if comparable else float("inf")
+            error = math.inf
+            if comparable:
+                # max() below would pass over NaN.
+                error = (result - reference).abs().nan_to_num(nan=math.inf).max().item() / max(unit, 1e-30)
             self.kernel_errors[kernel] = max(self.kernel_errors.get(kernel, 0.0), error)
 
 
