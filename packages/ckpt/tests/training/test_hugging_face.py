@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ckpt import Checkpoint, layout_for, load_hf, save_training
@@ -42,6 +42,33 @@ def test_a_step_is_written_with_the_files_of_its_model(name: str, checkpoint: Ch
         assert torch.equal(third[key], weight.to(third[key].dtype))
     assert third["model.norm.weight"].dtype == torch.bfloat16
     assert (tmp_path / "newest" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ({0: (0, 40)}, "covered 0 times"),
+        ({0: (0, 16), 24: (24, 50)}, "covered 0 times"),
+        ({0: (0, 50), 8: (8, 50)}, "covered 2 times"),
+        ({8: (0, 50)}, "reaches outside"),
+    ],
+)
+def test_boxes_that_do_not_cover_a_weight_once_are_refused(
+    rows: dict[int, tuple[int, int]], problem: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    layout = layout_for(source)
+    save_training(tmp_path / "run", 1, load_hf(source, layout), layout)
+    stored = load_file(file := tmp_path / "run" / "step-00000001" / "rank-00000.safetensors")
+    embedding = stored.pop("model/model.embed_tokens.weight@0,0")
+    stored |= {f"model/model.embed_tokens.weight@{at},0": embedding[a:b].clone() for at, (a, b) in rows.items()}
+    save_file(stored, file)
+    for command in (["inspect"], ["convert", tmp_path / "out"], ["convert", tmp_path / "out", "--to", "megatron"]):
+        result = CliRunner().invoke(app, [command[0], str(tmp_path / "run"), *map(str, command[1:])])
+        assert result.exit_code == 2
+        assert "does not hold each element of model/model.embed_tokens.weight" in result.output
+        assert problem in result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_run_cannot_be_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ckpt.files.header import read_header
 from ckpt.files.written_files import FilePlan, create_files
-from ckpt.layout.pieces import Piece, Shape, extents
+from ckpt.layout.pieces import Piece, Shape, cover_problem, extents
 from ckpt.transfer.agreement import agree
 from ckpt.transfer.exchange import WantedPiece
 from ckpt.transfer.holdings import HeldPiece, Holdings
@@ -76,3 +76,14 @@ def open_boxes(folder: Path, files: Iterable[str]) -> TensorFiles:
             opened.tensors[key] = (folder / file, info)
             opened.pieces.setdefault(name, []).append((key, Piece.of_box(name, box)))
     return opened
+
+
+def require_whole(stored: TensorFiles, shapes: Mapping[str, Shape], folder: Path) -> None:
+    """Refuse a training checkpoint whose boxes do not cover each element of these tensors once; names the tensor."""
+    for name, shape in shapes.items():
+        boxes = sorted(piece.canonical_range or () for _, piece in stored.pieces.get(name, ()))
+        if problem := cover_problem(boxes, shape):
+            raise ValueError(
+                f"{folder} is damaged or of another model: it does not hold each element of {name} {shape} once "
+                f"({problem}); load the model that it was saved from, or an older step"
+            )

@@ -12,7 +12,7 @@ from ckpt.layout.families.table import ROLES
 from ckpt.layout.labels import stored_labels
 from ckpt.layout.model_layout import Layout, layout_for
 from ckpt.layout.pieces import shapes_of
-from ckpt.training.boxes import open_boxes
+from ckpt.training.boxes import open_boxes, require_whole
 from ckpt.training.checkpoint import open_step
 from ckpt.training.runs import LATEST, step_of
 from ckpt.transfer.tensor_files import TensorFiles
@@ -45,19 +45,24 @@ def open_training(path: str | os.PathLike[str]) -> SavedStep:
     """Open a step's folder, or the latest step of a run's folder.
 
     Raises:
-        ValueError: As `open_step`; or the folder does not hold the weights of its config.json.
+        ValueError: As `open_step`; or the folder does not hold each element of the weights of its config.json once.
     """
     root, step = Path(path), None
     if (root / STATE).is_file():
         root, step = root.resolve().parent, step_of(root.resolve().name)
     folder, state, modified = open_step(root, step)
     files = open_boxes(folder, state["files"])
-    shapes = shapes_of(piece for held in files.pieces.values() for _, piece in held)
-    shapes = {name.removeprefix("model/"): shape for name, shape in shapes.items()}
+    stored = shapes_of(piece for held in files.pieces.values() for _, piece in held)
+    shapes = {name.removeprefix("model/"): shape for name, shape in stored.items()}
     weights = {name.removeprefix("model/") for name in files.pieces if name.startswith("model/")}
     layout = _layout_of(folder, weights, stored_labels(shapes))
     towers = {name: shape for name, shape in shapes.items() if name.startswith(layout.family.carried_prefixes)}
-    return SavedStep(folder, dataclasses.replace(layout, carried=towers), files, state, modified)
+    layout = dataclasses.replace(layout, carried=towers)
+    known = {name: canonical.shape for name, canonical in layout.canonical.items()}
+    # Step counts have one element; the layout has no adapters.
+    whole = {name: known.get(name.rpartition("/")[2], shape) if shape else () for name, shape in stored.items()}
+    require_whole(files, whole, folder)
+    return SavedStep(folder, layout, files, state, modified)
 
 
 def _layout_of(folder: Path, weights: Set[str], num_labels: int | None) -> Layout:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ckpt.layout.dtensors import on_this_rank, require_mapping, require_memory
 from ckpt.layout.model_layout import Layout
-from ckpt.layout.pieces import Block, cover_problem, extents, full_box
+from ckpt.layout.pieces import Block, extents, full_box
 from ckpt.layout.place import Place
+from ckpt.training.boxes import require_whole
 from ckpt.transfer.holdings import LocalParts, Parts, Places, Tensors, check_names, places_of, prefixed
 from ckpt.transfer.tensor_files import TensorFiles
 
@@ -139,14 +140,13 @@ def wanted_state(
                 values = torch.zeros(len(keys), dtype=dtype)
                 wanted.counts[name, slot] = values
                 wanted.blocks += [(value, Block.whole(key, ())) for key, value in zip(keys, values, strict=True)]
-    for _, block in wanted.blocks:
-        for name in block.names:
-            shape = layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
-            boxes = sorted(piece.canonical_range or () for _, piece in stored.pieces.get(name, ()))
-            problem = cover_problem(boxes, shape)
-            if problem:
-                raise ValueError(
-                    f"{folder} is damaged or of another model: it does not hold each element of {name} {shape} once "
-                    f"({problem}); load the model that it was saved from, or an older step"
-                )
+    require_whole(
+        stored,
+        {
+            name: layout.canonical[name.rpartition("/")[2]].shape if block.shape else ()
+            for _, block in wanted.blocks
+            for name in block.names
+        },
+        folder,
+    )
     return wanted
