@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import transformers
@@ -204,3 +206,23 @@ def read_all() -> Callable[[Path], dict[str, torch.Tensor]]:
 def assert_same() -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
     """`assert_same(actual, expected)`: the same names, types, shapes and bits."""
     return _assert_same
+
+
+@pytest.fixture
+def memory_with_listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The store in memory, which keeps what it has listed until `invalidate_cache`, as S3's and others do."""
+    files = fsspec.filesystem("memory")
+    kept = dict[tuple[Any, ...], Any]()
+
+    def listed(self: Any, call: Callable[..., Any], path: str, *arguments: Any, **options: Any) -> Any:
+        key = call, path, arguments, *options.items()
+        # Another thread may clear it at any time.
+        answer = kept.get(key) or call(self, path, *arguments, **options)
+        kept[key] = answer
+        return answer
+
+    for name in ("ls", "find", "info"):
+        monkeypatch.setattr(type(files), name, partialmethod(listed, getattr(type(files), name)))
+    monkeypatch.setattr(type(files), "invalidate_cache", lambda *_: kept.clear())
+    yield files
+    files.store.clear()

@@ -29,7 +29,7 @@ def run(*arguments: object) -> Result:
 
 
 class Counted:
-    """The names of the files that were downloaded, and the number of placeholders that are whole at a time."""
+    """The names of the files that were downloaded, and the number of placeholders that take room at a time."""
 
     def __init__(self) -> None:
         self.names, self.most_whole = list[str](), 0
@@ -39,22 +39,22 @@ class Counted:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+def store(monkeypatch: pytest.MonkeyPatch, memory_with_listings: Any) -> Iterator[Counted]:
     """Count what is read of the store in memory."""
-    files, counted = fsspec.filesystem("memory"), Counted()
+    files, counted = memory_with_listings, Counted()
     get = type(files).get_file
 
     def counting(self: Any, source: str, *arguments: Any, **options: Any) -> None:
         get(self, source, *arguments, **options)
         counted.names.append(source)
-        whole = sum(placeholder.whole for placeholder in mirror._placeholders.values())
+        # A file of the disk's smallest size has no more than the first bytes.
+        whole = sum(file.stat().st_blocks * 512 > 4096 for file in [*mirror._placeholders] if file.is_file())
         counted.most_whole = max(counted.most_whole, whole + source.endswith(".safetensors"))
 
     monkeypatch.setattr(type(files), "get_file", counting)
     # So that no tensor, and no part of a header but the first, is among the first bytes.
     monkeypatch.setattr(mirror, "_FIRST_BYTES", 40)
     yield counted
-    files.store.clear()
     assert not mirror._placeholders
 
 
@@ -97,6 +97,7 @@ def test_merge_has_one_file_of_weights_at_a_time(
 
 def test_shards_fp8_and_other_kinds_of_sources(source: Path, store: Counted, tmp_path: Path) -> None:
     assert run("shard", URL, tmp_path / "shards", "--tp", 2).exit_code == 0
+    assert len(store.downloaded()) == len({*store.downloaded()}) == len(list(source.glob("*.safetensors")))
     assert ckpt.verify(source, tmp_path / "shards").equal
     upload(tmp_path / "shards", "memory://shards")
     assert run("merge", "memory://shards", tmp_path / "merged").exit_code == 0
@@ -158,7 +159,13 @@ def test_a_training_run_in_a_store(checkpoint: Checkpoints, store: Counted, tmp_
 
 def test_a_file_that_changes_while_it_is_read_is_refused(source: Path, tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
+    files.pipe_file(f"{URL}/step-1/config.json", b"{}")
+    with mirrored(f"{URL}/config.json") as file:
+        assert not any(path.is_dir() for path in file.parent.iterdir()), "the files beside it alone"
+    assert run("inspect", URL).exit_code == 0
+    files.pipe_file(f"{URL}/step-2/config.json", b"{}")
     with mirrored(URL) as folder:
+        assert (folder / "step-2" / "config.json").is_file(), "also what is there since the last look"
         name = min(file.name for file in folder.glob("*.safetensors"))
         other = max(file.name for file in folder.glob("*.safetensors"))
         fetch(folder / name)

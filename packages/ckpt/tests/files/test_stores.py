@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ def checkpoint_folder(url: str) -> str:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_with_listings: Any) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = Store.of(URL)
     assert place is not None
     for name in ("config.json", "model.safetensors", "notes.md", "consolidated.safetensors", "onnx/model.json"):
         place.files.pipe_file(f"{place.path}/{name}", name.encode())
-    yield place.files
-    place.files.store.clear()
+    return place.files
 
 
 def test_a_folder_is_copied_once_and_again_when_it_changes(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
