@@ -130,6 +130,10 @@ def test_a_layer_without_adapters_is_named(checkpoint: Checkpoints) -> None:
     base = ckpt.layout_for(checkpoint("llama"))
     with pytest.raises(ValueError, match=r"'model.norm' is no layer that can have an adapter; use names of adaptable"):
         ckpt.AdapterLayout(base, ["model.layers.0.mlp.up_proj", "model.norm"], 2, SETTINGS)
+    # PEFT leaves out the output projections of Mamba-2, which kernels read as weights.
+    layers, linear = adaptable(ckpt.layout_for(checkpoint("nemotron-h")))
+    assert {name.rpartition(".")[2] for name in linear} >= {"in_proj", "q_proj", "up_proj"}
+    assert not any(".out_proj" in name for name in (*layers, *linear))
 
 
 def test_adapters_that_are_not_finite_are_not_saved(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from ckpt import Checkpoint, layout_for, load_hf, save_training
+from ckpt import AdapterLayout, Checkpoint, Place, layout_for, load_hf, save_training
 from ckpt.cli import app
 from ckpt.training import training_to_hf
 
@@ -71,10 +71,19 @@ def test_boxes_that_do_not_cover_a_weight_once_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_run_cannot_be_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_what_a_run_cannot_be_is_refused(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = checkpoint("llama")
     layout = layout_for(source)
     save_training(tmp_path / "run", 1, load_hf(source, layout), layout, optimizer={})
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "fp8"])
     assert result.exit_code == 2
     assert "--to hf takes no --format with this source; leave it out" in result.output
+    adapters = AdapterLayout(layout, ["model.layers.0.self_attn.q_proj"], 2, {"lora_alpha": 4})
+    tensors = {name: torch.ones(block.shape) for name, block in adapters.at(Place()).items()}
+    save_training(tmp_path / "adapters", 1, tensors, adapters)
+    with pytest.raises(ValueError, match=r"step-00000001 holds adapters, .*; `rl-train export` merges them"):
+        training_to_hf(tmp_path / "adapters", tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "run" / "step-00000001")
+    training_to_hf(".", tmp_path / "out")

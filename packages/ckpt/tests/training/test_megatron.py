@@ -45,7 +45,7 @@ def saved_run(source: Path, folder: Path, **changes: Any) -> Layout:
     return layout
 
 
-QUICK = {("qwen3-moe", "bf16")}
+QUICK = {("qwen3-moe", "bf16"), ("llama-tied", "fp32")}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_another_machine_finds_the_run_without_what_was_pruned(machine: Machine)
         (here / "rollouts" / f"step-{step:08d}.parquet").write_text("of a step that is taken again")
         run.push()
         (here / "rollouts" / f"step-{step:08d}.parquet").unlink()
+    (here / "actor" / "model.safetensors").write_text("changed alone")
     run.push()
     expected = {name: text for name, text in contents(here).items() if name != ".lock"}
     there = machine("there")
@@ -98,6 +100,9 @@ def test_only_a_later_checkpoint_replaces_what_a_machine_has(machine: Machine) -
     machine("here")
     store(here).pull()
     assert (here / "metrics.jsonl").read_text().count("\n") == 2, "the store is ahead"
+    (here / "metrics.jsonl").write_text("1\n2\n3\n")
+    store(here).pull()
+    assert (here / "metrics.jsonl").read_text().count("\n") == 3, "this machine has steps behind the same checkpoint"
 
 
 @pytest.mark.parametrize("call", ["put_file", "rm_file"])
@@ -164,6 +169,34 @@ def test_failed_uploads_are_told_and_the_last_one_is_an_error(
     with pytest.raises(ValueError, match=error), run.pushed(told.append):
         pass
     assert told == [{"message": f"{URL} is behind {here}"}]
+
+
+def test_a_checkpoint_that_is_pruned_during_its_upload_is_not_whole(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, files = machine("here"), fsspec.filesystem("memory")
+    put = type(files).put_file
+
+    def pruning(self: Any, source: str, target: str) -> None:
+        if source.endswith("rank-0.safetensors"):
+            Path(source).unlink()  # and state.json a moment later
+        put(self, source, target)
+
+    save(here, 1)
+    monkeypatch.setattr(type(files), "put_file", pruning)
+    store(here).push()
+    assert not files.exists("/bucket/run/training/actor/step-00000001/state.json")
+
+
+def test_a_step_does_not_wait_for_an_upload(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, goes_on = store(machine("here")), Event()
+    monkeypatch.setattr(run, "push", lambda: goes_on.wait(10))
+    with run.pushed(lambda event: None) as follow:
+        begin = time.monotonic()
+        for step in (1, 2):
+            follow({"step": step})
+        assert time.monotonic() - begin < 5
+        goes_on.set()
 
 
 def test_a_folder_of_other_files_is_refused(machine: Machine) -> None:
