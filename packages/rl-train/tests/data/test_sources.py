@@ -59,6 +59,18 @@ def test_every_source_gives_the_same_rows(model: Path, tmp_path: Path, kind: str
         read_prompts(path, model, 9)
 
 
+@pytest.mark.parametrize("at_url", [False, True])
+def test_a_file_whose_name_looks_like_a_pattern(
+    model: Path, tmp_path: Path, upload: Callable[[Path, str], None], *, at_url: bool
+) -> None:
+    for name, text in (("a1.jsonl", "a"), ("a[1].jsonl", "b")):
+        (tmp_path / name).write_text(json.dumps({"text": text}) + "\n")
+    upload(tmp_path, "memory://rows")
+    base = "memory://rows" if at_url else str(tmp_path)
+    for source, texts in (("*.jsonl", ["a", "b"]), ("a[1].jsonl", ["b"]), ("a[12].jsonl", ["a"])):
+        assert [prompt.row["text"] for prompt in read_prompts(Path(f"{base}/{source}"), model, 9)] == texts
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
 @pytest.mark.parametrize("at_url", [False, True])
 def test_patterns_of_files_and_folders_at_urls(

@@ -176,14 +176,15 @@ def files_of(source: str) -> list[Path] | None:
 
     The source is a pattern, such as `rows/*.parquet` or `s3://bucket/rows/*.jsonl`, or a data set on a hub,
     `organisation/name[@revision]:FILES`. FILES is the beginning of the files' paths, such as `train` or
-    `main/train-`. A file or folder of that name on this machine comes first.
+    `main/train-`. A file or folder of that name comes first.
 
     Raises:
         ValueError: No file matches, or the store or the hub cannot be read.
     """
-    if os.path.lexists(source):
+    is_pattern = _PATTERN.search(source)
+    if os.path.lexists(source) or (is_pattern and Store.of(source) and exists(Path(source))):
         return None
-    if _PATTERN.search(source):
+    if is_pattern:
         return _matching(source)
     name, colon, beginning = source.partition(":")
     if not colon or not beginning or not _HUB.fullmatch(name):
