@@ -50,6 +50,9 @@ def test_mistakes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             sample(logits, torch.rand(1), **options)  # type: ignore[arg-type]
+    for function, temperature in ((sample, -1.0), (sample, torch.nan), (sample_with_mask, 0.0)):
+        with pytest.raises(ValueError, match=f"temperature={temperature} must"):
+            function(logits, torch.rand(1), temperature=temperature)
 
 
 def test_equal_numbers_draw_equal_tokens_at_the_ends_of_the_interval() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, strategies as st
 from torch import Tensor
 
-from parallel_layers.inference import truncate
+from parallel_layers.inference import sample, truncate
 from parallel_layers.inference.truncation import _ordered, _search, _sorted_weights, _weights_above
 
 LOGITS = st.lists(
@@ -44,6 +46,21 @@ def test_min_p_keeps_the_tokens_near_the_most_likely_one(seed: int, min_p: float
     ratio = logits.softmax(-1) / logits.softmax(-1).amax(-1, keepdim=True)
     kept = truncate(logits, min_p=min_p) > -torch.inf
     assert torch.equal(kept, ratio >= min_p) or ((ratio - min_p).abs() < 1e-12).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2}, {"top_k": 4, "top_p": 0.7, "min_p": 0.01}]
+)
+def test_logits_of_any_dtype_and_strides_are_truncated(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    logits = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).to(dtype).t()
+    kept = truncate(logits, **options)
+    assert kept.dtype == dtype
+    assert torch.equal(kept > -torch.inf, truncate(logits.double().contiguous(), **options) > -torch.inf)
+    tokens, log_probs = sample(logits, torch.full((3,), 0.9), **options)
+    expected = sample(logits.double(), torch.full((3,), 0.9), **options)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(log_probs, expected[1])
 
 
 def kept_of_parts(logits: Tensor, cuts: list[int], top_p: float, temperature: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.inference import sample, sample_with_mask
+from parallel_layers.inference import sample, sample_with_mask, truncate
 from parallel_layers.testing import RankPool
 
 DRAWS: dict[str, dict[str, Any]] = {
@@ -71,6 +71,20 @@ def test_every_number_finds_a_token_with_weight(ranks: RankPool) -> None:
     uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     for tokens, _ in ranks.run(draw, logits, uniforms, {}, False, world=2):
         assert tokens.tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}])
+def test_numbers_at_borders_of_parts_find_tokens_with_weight(ranks: RankPool, options: dict[str, Any]) -> None:
+    """Parts begin and end with tokens that cannot be drawn, and sums of fp32 round."""
+    torch.manual_seed(0)
+    logits = torch.randn(2000, 4, 16)
+    logits[..., 0], logits[..., -1] = -torch.inf, -torch.inf
+    shares = truncate(logits.flatten(1), **options).double().softmax(-1).unflatten(1, (4, 16)).sum(-1)
+    numbers = shares.cumsum(1)[torch.arange(2000), torch.arange(2000) % 4] + (torch.rand(2000) - 0.5) * 2.0**-22
+    uniforms = numbers.float().clamp(0, 1 - 2.0**-24)
+    for tokens, log_probs in ranks.run(draw, logits.flatten(1), uniforms, options, False, world=4):
+        assert (log_probs > -torch.inf).all()
+        assert ((tokens % 16 > 0) & (tokens % 16 < 15)).all()
 
 
 def bytes_of_draw(group: ProcessGroup, logits: Tensor, uniforms: Tensor, options: dict[str, Any], mask: bool) -> int:

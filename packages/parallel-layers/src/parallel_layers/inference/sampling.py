@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_layers.distributed import async_collectives
-from parallel_layers.inference.truncation import check_truncation, least_logits
+from parallel_layers.inference.truncation import check_truncation, least_logits, wide_logits
 from parallel_layers.inference.vocabulary_parallel import from_owner, joined_bits, packed_bits, share_of, statistics
 from parallel_layers.kernels.runtime import use_triton
 from parallel_layers.kernels.sample import bits_of_kept, draw_from_share, draw_tokens, row_statistics
@@ -31,7 +31,7 @@ def sample(
     """Draw one token for each row, by the inverse of the cumulative distribution.
 
     Args:
-        logits_NV: `[N, V]` fp32, or fp64 of an fp64 model.
+        logits_NV: `[N, V]`; the draws are computed in fp32, or in fp64 for fp64 logits.
         uniforms_N: `[N]` fp32, uniform in [0, 1); equal logits and numbers give equal tokens on the same device.
         temperature: Divide the logits by this number, at least 1e-30 in fp32; 0 takes the most likely token.
         top_k, top_p, min_p: See `truncate`.
@@ -43,18 +43,19 @@ def sample(
         truncation. A row with NaN or +inf, or with only -inf, gets an arbitrary token with the log-prob NaN.
 
     Raises:
-        ValueError: `truncate` refuses an option.
+        ValueError: `truncate` refuses an option, or the temperature is negative.
     """
     check_truncation(top_k, top_p, min_p)
-    least_N = None
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} must not be negative; 0 takes the most likely token")
+    logits_NV, least_N = wide_logits(logits_NV), None
     if temperature and (top_k is not None or top_p < 1 or min_p > 0):
-        logits_NV = _contiguous(logits_NV)
         limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         least_N = least_logits(logits_NV, temperature=temperature, **limits, group=group)
     if async_collectives.is_sharded(group):
         return _draw_from_parts(logits_NV, uniforms_N, temperature, least_N, group)
     if temperature and use_triton(logits_NV):
-        return draw_tokens(_contiguous(logits_NV), uniforms_N, temperature, least_N)
+        return draw_tokens(logits_NV, uniforms_N, temperature, least_N)
     log_probs_NV = (logits_NV / (temperature or 1.0)).log_softmax(dim=-1)
     if temperature == 0:
         tokens = logits_NV.argmax(dim=-1)
@@ -81,9 +82,14 @@ def sample_with_mask(
     Returns:
         Tokens `[N]` int64; their log-probs `[N]` fp32 among the kept tokens, NaN as for `sample`; and bits `[N, B]`
         uint8, B = 4 ceil(V / 32), of which `head.SamplingMask.from_bits` makes a mask.
+
+    Raises:
+        ValueError: `truncate` refuses an option, or the temperature is not positive.
     """
     check_truncation(top_k, top_p, min_p)
-    logits_NV, part = _contiguous(logits_NV), logits_NV.shape[1]
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive for a draw with a mask; `sample` takes 0, too")
+    logits_NV, part = wide_logits(logits_NV), logits_NV.shape[1]
     limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     least_N = least_logits(logits_NV, temperature=temperature, **limits, group=group)
     with_triton = use_triton(logits_NV)
@@ -118,13 +124,12 @@ def _draw_from_parts(
     """
     part = logits_NV.shape[1]
     if temperature and use_triton(logits_NV):
-        logits_NV = _contiguous(logits_NV)
         stats, highest, total = row_statistics(logits_NV, temperature)
         kept = total
         if least_N is not None:
             stats, _, kept = row_statistics(logits_NV, temperature, least_N)
         share = share_of(highest, kept if among_kept else total, kept, uniforms_N, group)
-        drawn = draw_from_share(logits_NV, stats, share.target, share.normalizer, temperature, least_N)
+        drawn = draw_from_share(logits_NV, stats, share.uniform, share.normalizer, temperature, least_N)
         return from_owner(share, *drawn, group, part)
     scaled_NV = logits_NV / (temperature or 1.0)
     highest, total = statistics(scaled_NV)
@@ -134,15 +139,9 @@ def _draw_from_parts(
     weights = (_kept(scaled_NV, logits_NV, least_N) - highest[:, None]).exp()
     kept = total if least_N is None else torch.where(highest == -torch.inf, 0, weights.sum(-1))
     share = share_of(highest, kept if among_kept else total, kept, uniforms_N, group)
-    column = _passed(weights.double().cumsum(-1), share.target.double()[:, None])
+    column = _drawn(weights, share.uniform)
     log_prob = scaled_NV.gather(-1, column)[:, 0] - share.normalizer
     return from_owner(share, column[:, 0], log_prob, group, part)
-
-
-def _contiguous(logits_NV: Tensor) -> Tensor:
-    """Return the logits in the form of the kernels; fp64 stays fp64 without kernels."""
-    is_double = logits_NV.dtype == torch.float64 and not use_triton(logits_NV)
-    return logits_NV.contiguous() if is_double else logits_NV.float().contiguous()
 
 
 def _kept(values_NV: Tensor, logits_NV: Tensor, least_N: Tensor | None) -> Tensor:
@@ -154,10 +153,5 @@ def _drawn(weights: Tensor, uniforms_N: Tensor) -> Tensor:
     """Return the column `[N, 1]` of each row of weights in which its cumulative sum passes the row's number."""
     # In fp64, so that a rare token keeps its probability in a large vocabulary.
     passed = weights.double().cumsum(dim=-1)
-    return _passed(passed, uniforms_N.double()[:, None] * passed[:, -1:])
-
-
-def _passed(passed: Tensor, target: Tensor) -> Tensor:
-    """Return the first column `[N, 1]` of each row of cumulative sums that is above the target `[N, 1]`."""
-    # A broken row finds no place.
-    return torch.searchsorted(passed, target, right=True).clamp(max=passed.shape[-1] - 1)
+    columns = torch.searchsorted(passed, uniforms_N.double()[:, None] * passed[:, -1:], right=True)
+    return columns.clamp(max=passed.shape[-1] - 1)  # a broken row finds no place

@@ -49,8 +49,14 @@ def truncate(logits_NV: Tensor, *, top_k: int | None = None, top_p: float = 1.0,
         ValueError: top_k is below 1, top_p outside (0, 1], or min_p outside [0, 1].
     """
     check_truncation(top_k, top_p, min_p)
-    least_N = least_logits(logits_NV.detach(), top_k=top_k, top_p=top_p, min_p=min_p)
-    return logits_NV.masked_fill(logits_NV < least_N[:, None], -torch.inf)
+    compared_NV = wide_logits(logits_NV.detach())
+    least_N = least_logits(compared_NV, top_k=top_k, top_p=top_p, min_p=min_p)
+    return logits_NV.masked_fill(compared_NV < least_N[:, None], -torch.inf)
+
+
+def wide_logits(logits_NV: Tensor) -> Tensor:
+    """Return contiguous logits in fp32, or fp64 for fp64: the kernels and the search read their bits."""
+    return (logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()).contiguous()
 
 
 def least_logits(
@@ -67,7 +73,7 @@ def least_logits(
     Rows with NaN or +inf have any number.
 
     Args:
-        logits_NV: `[N, V]` fp32 or fp64, not divided by the temperature.
+        logits_NV: `[N, V]` of `wide_logits`, not divided by the temperature.
         group: The ranks that hold equal parts of the vocabulary. Communication: for min-p and top-p an all-reduce
             `[N]`; for top-k an all-gather `[N, min(top_k, V)]`; for top-p 8 all-reduces `[N, 16]` int64 (16 for fp64).
     """

@@ -25,12 +25,12 @@ class Share(NamedTuple):
 
     Attributes:
         is_drawn: The token is in this rank's part.
-        target: The number that the cumulative sum of exponentials of this part is to pass, relative to its maximum.
+        uniform: The number in [0, 1) that decides inside this part.
         normalizer: The logarithm of the sum of exponentials of all parts.
     """
 
     is_drawn: Tensor
-    target: Tensor
+    uniform: Tensor
     normalizer: Tensor
 
 
@@ -62,8 +62,10 @@ def share_of(
     ranks = torch.arange(group.size(), device=target_N.device)[:, None]
     last = torch.where(weights_RN > 0, ranks, 0).amax(0)
     owner = torch.minimum((passed_RN <= target_N).sum(0), last)[None]
-    rest_N = (target_N - (passed_RN - weights_RN).gather(0, owner)[0]) * (largest_N - highest_N).exp()
-    return Share(owner[0] == group.rank(), rest_N, normalizer_N)
+    before_N, weight_N = ((x.gather(0, owner))[0] for x in (passed_RN - weights_RN, weights_RN))
+    # Rounding may leave the number outside of the part, too.
+    inside_N = ((target_N - before_N) / weight_N).clamp(0, 1 - torch.finfo(target_N.dtype).eps / 2)
+    return Share(owner[0] == group.rank(), inside_N, normalizer_N)
 
 
 def from_owner(

@@ -91,6 +91,16 @@ def _weights_above_kernel(
 
 
 @triton.jit
+def _first_above(weights, numbers, target):
+    """Return the first number with weight whose cumulative sum is above the target, else the last one with weight.
+
+    Sums round differently at each place of a scan: they can rise at a number without weight, and end below the target.
+    """
+    last = tl.max(tl.where(weights > 0.0, numbers, 0), 0)
+    return tl.min(tl.where((weights > 0.0) & (tl.cumsum(weights, 0) > target), numbers, last), 0)
+
+
+@triton.jit
 def _choice_kernel(
     logits_ptr, least_ptr, stats_ptr, kept_stats_ptr, uniforms_ptr, normalizers_ptr, tokens_ptr, log_probs_ptr,
     stride, vocab_size, blocks, temperature,
@@ -100,23 +110,17 @@ def _choice_kernel(
     block_number = tl.arange(0, BLOCKS)
     highest, all_weights = _row_statistics(stats_ptr, row, blocks, BLOCKS)
     _, weights = _row_statistics(kept_stats_ptr, row, blocks, BLOCKS)
-    passed = tl.cumsum(weights, 0)
-    target = tl.load(uniforms_ptr + row)
+    target = tl.load(uniforms_ptr + row) * tl.sum(weights, 0)
     if SHARED:
         normalizer = tl.load(normalizers_ptr + row)
     else:
-        target *= tl.sum(weights, 0)
         normalizer = highest + tl.log(tl.sum(all_weights, 0))
-    # Rounding may leave the last cumulative sum below the target: take the last block, or token, that has weight.
-    last_weighted = tl.max(tl.where(weights > 0.0, block_number, 0), 0)
-    block = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), last_weighted)
+    block = _first_above(weights, block_number, target)
     remainder = target - tl.sum(tl.where(block_number < block, weights, 0.0), 0)
     inside = tl.arange(0, BLOCK)
     least = tl.load(least_ptr + row) if TRUNCATED else float("-inf")
     x = _load(logits_ptr + row * stride, block * BLOCK + inside, vocab_size, temperature, least)
-    exponentials = tl.exp(x - highest)
-    last_weighted = tl.max(tl.where(exponentials > 0.0, inside, 0), 0)
-    token = tl.minimum(tl.sum((tl.cumsum(exponentials, 0) <= remainder).to(tl.int32), 0), last_weighted)
+    token = _first_above(tl.exp(x - highest), inside, remainder)
     chosen = tl.sum(tl.where(inside == token, x, 0.0), 0)
     tl.store(tokens_ptr + row, tl.minimum(block * BLOCK + token, vocab_size - 1).to(tl.int64))
     tl.store(log_probs_ptr + row, chosen - normalizer)
@@ -197,18 +201,18 @@ def row_statistics(
 def draw_from_share(
     logits_NV: Tensor,
     stats: Tensor,
-    targets_N: Tensor,
+    uniforms_N: Tensor,
     normalizers_N: Tensor,
     temperature: float,
     least_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the token in which the cumulative sum of exponentials, relative to the row's maximum, passes a target.
+    """Return the token in which the cumulative distribution passes a number, and the logit less the normalizer.
 
-    The log-prob is the logit less the row's normalizer. For logits and statistics of `row_statistics`: `[N]` each.
+    `[N]` each, for logits and statistics of `row_statistics`.
     """
     tokens, log_probs = logits_NV.new_empty(len(logits_NV), dtype=torch.int64), logits_NV.new_empty(len(logits_NV))
     if len(logits_NV):
-        _choose(logits_NV, stats, stats, targets_N, normalizers_N, least_N, temperature, tokens, log_probs)
+        _choose(logits_NV, stats, stats, uniforms_N, normalizers_N, least_N, temperature, tokens, log_probs)
     return tokens, log_probs
 
 
@@ -244,17 +248,17 @@ def _choose(
     logits_NV: Tensor,
     stats: Tensor,
     kept_stats: Tensor,
-    targets_N: Tensor,
+    uniforms_N: Tensor,
     normalizers_N: Tensor | None,
     least_N: Tensor | None,
     temperature: float,
     tokens_N: Tensor,
     log_probs_N: Tensor,
 ) -> None:
-    """Write tokens and log-probs. With normalizers the targets are sums of exponentials, else shares of the row."""
+    """Write tokens and log-probs. The normalizers are those of the row, or given."""
     blocks = stats.shape[1]
     _choice_kernel[tokens_N.shape](
-        logits_NV, log_probs_N if least_N is None else least_N, stats, kept_stats, targets_N,
+        logits_NV, log_probs_N if least_N is None else least_N, stats, kept_stats, uniforms_N.contiguous(),
         log_probs_N if normalizers_N is None else normalizers_N, tokens_N, log_probs_N, logits_NV.stride(0),
         logits_NV.shape[1], blocks, temperature, BLOCK=_BLOCK, BLOCKS=next_power_of_2(blocks),
         TRUNCATED=least_N is not None, SHARED=normalizers_N is not None, num_warps=8,
