@@ -340,6 +340,7 @@ TOP_K = TeacherTopK(torch.zeros(9, 1, dtype=torch.int64), torch.zeros(9, 1))
         (replace(HEAD, ids=torch.arange(9)), {}, r"ids must be integers \[33\], got torch.int64 \[9\]"),
         (replace(TOP_K, ids=TOP_K.ids[:3]), {}, r"must be integers and numbers \[9, K\]"),
         (replace(TOP_K, ids=TOP_K.ids + 33), {}, "33 at index"),
+        (TeacherTopK(torch.tensor([[5, -1, 7, -1, 5]] * 9), torch.zeros(9, 5)), {}, "row 0 .* lists token 5 twice"),
         (TeacherTopK(torch.arange(33).expand(9, -1), torch.zeros(9, 33)), {}, "lists 33 tokens; list 1 to 32"),
         (TeacherSamples(TOP_K.ids[:, 0], torch.zeros(9)), {}, "estimate the reverse KL alone, not .*forward_kl"),
         (TeacherSamples(TOP_K.ids[:, 0], torch.zeros(8)), {"divergence": "reverse_kl"}, r"\[9\], got \[8\]"),

@@ -129,8 +129,8 @@ def test_ranking(
 
 
 def test_sampling_masks_labels_are_counted(device: torch.device) -> None:
-    """Rows longer than a block, repeated labels, ids outside the vocabulary, and an empty row."""
+    """Rows longer than a block, repeated labels, ids outside the vocabulary, and an empty row; labels with strides."""
     rows = [[3] * 1500 + [7, 9], [], [50, -1, 2], [4, 4]]
-    mask, labels = SamplingMask.from_rows(rows, device), torch.tensor([3, 5, 2, 6], device=device)
-    counted, outside = label_counts(mask.ids, mask.offsets, labels, 50)
+    mask, labels = SamplingMask.from_rows(rows, device), torch.tensor([[3, 0], [5, 0], [2, 0], [6, 0]], device=device)
+    counted, outside = label_counts(mask.ids, mask.offsets, labels[:, 0], 50)
     assert (counted.tolist(), outside.tolist()) == ([1500, 0, 1, 0], [0, 0, 2, 0])

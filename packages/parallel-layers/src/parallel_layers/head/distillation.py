@@ -5,9 +5,11 @@ Shape suffixes: T tokens, H hidden, V this rank's rows of a head.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_layers.device.gpus import on_gpu
 from parallel_layers.head.arguments import check_head, logit_transform, whole_length
 from parallel_layers.head.chunked import LogitTransform
 from parallel_layers.head.divergence import DIVERGENCES, Divergence
@@ -160,6 +162,13 @@ def _check_listed(teacher: TeacherTopK, num_tokens: int, vocab_size: int) -> Non
     if not 0 < ids.shape[1] < vocab_size:
         raise ValueError(f"the teacher lists {ids.shape[1]} tokens; list 1 to {vocab_size - 1} of the vocabulary")
     check_token_ids(ids, vocab_size, ignore_index=-1)
+    ordered = ids.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if on_gpu(ids) or torch.compiler.is_compiling():
+        torch._assert_async(~repeated.any(), "a row of the teacher's ids has a token twice")
+    elif not ids.is_meta and repeated.any():
+        row, column = repeated.nonzero()[0].tolist()
+        raise ValueError(f"row {row} of the teacher's ids lists token {int(ordered[row, column])} twice; list it once")
 
 
 def _student_ids(teacher: TeacherHead, vocab_size: int, teacher_size: int) -> Tensor | None:

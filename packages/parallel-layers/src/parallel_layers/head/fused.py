@@ -284,7 +284,8 @@ def mask_bits(mask: SamplingMask | None, entries: slice) -> Tensor | None:
     bits = mask.ids.new_zeros(cdiv(num_entries, BLOCK_V), 8, len(mask))
     if not bits.is_meta:
         numbers = len(mask), entries.start, num_entries
-        mask_bits_kernel[(len(mask),)](mask.ids, mask.offsets, bits, *numbers, BV=BLOCK_V, BLOCK=512)
+        rows = mask.ids.contiguous(), mask.offsets.contiguous()
+        mask_bits_kernel[(len(mask),)](*rows, bits, *numbers, BV=BLOCK_V, BLOCK=512)
     return bits
 
 

@@ -120,7 +120,8 @@ def add_gradients(sides: Sequence[Side], gradient: Callable[[Tile], Tensor], out
             add_product_(out.hidden_TH[tile.tokens], gradient_TV, weight.T)
         if out.weight_VH is None:
             continue
-        rows, is_last = out.weight_VH[tile.entries], tile.tokens.stop >= num_tokens
+        # A head has rows for padding behind the last entry.
+        rows, is_last = out.weight_VH[tile.entries][: len(weight)], tile.tokens.stop >= num_tokens
         if tile.tokens.start == 0:
             rounds = not is_last or rows.dtype not in (weight.dtype, wide(weight.dtype))
             sums = torch.zeros_like(weight, dtype=wide(weight.dtype)) if rounds else None

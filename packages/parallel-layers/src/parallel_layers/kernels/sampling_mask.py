@@ -64,8 +64,7 @@ def label_counts(ids: Tensor, offsets: Tensor, labels_T: Tensor, vocab_size: int
     """Return how often each row has its label, and how many of its ids are outside the vocabulary, `[T]` int32."""
     counts = torch.empty(2, len(labels_T), dtype=torch.int32, device=ids.device)
     if len(labels_T) and not ids.is_meta:
-        _check_kernel[(len(labels_T),)](
-            ids, offsets, labels_T, counts, len(labels_T), vocab_size, BLOCK=1024, num_warps=4
-        )
+        rows = ids.contiguous(), offsets.contiguous(), labels_T.contiguous()
+        _check_kernel[(len(labels_T),)](*rows, counts, len(labels_T), vocab_size, BLOCK=1024, num_warps=4)
     labels, outside = counts.unbind()
     return labels, outside
