@@ -174,10 +174,11 @@ def run_convolution(group: ProcessGroup, tensors: list[Tensor], lengths: list[in
         ("zigzag", 9),
         pytest.param("contiguous", 9, marks=pytest.mark.slow),
         pytest.param("zigzag", WINDOW, marks=pytest.mark.slow),
+        ("contiguous", 1),
     ],
 )
 def test_the_convolution_equals_one_rank(ranks: RankPool, layout: Layout, window: int) -> None:
-    """Also for a window that is longer than a slice of 6 tokens."""
+    """Also for a window that is longer than a slice of 6 tokens, and for one that reads no earlier token."""
     torch.manual_seed(0)
     wide: dict[str, Any] = {"dtype": torch.float64}
     tensors = [torch.randn(48, CHANNELS, **wide), torch.randn(CHANNELS, window, **wide), torch.randn(CHANNELS, **wide)]
@@ -295,14 +296,24 @@ def test_the_layer_equals_one_rank(ranks: RankPool, form: ContextParallel, kind:
                 torch.testing.assert_close(gradient[here], layer.get_parameter(name).grad[there])
 
 
-def run_uneven(group: ProcessGroup) -> None:
-    q = torch.zeros(3, 1, 2)
-    context_parallel_delta_rule(q, q, q, q[..., 0], q[..., 0], boundaries([6]), group=group, layout="zigzag")
+def run_mistaken(group: ProcessGroup, name: str, tokens: int, bounds: Tensor) -> None:
+    x, options = torch.zeros(tokens, 1, 2), {"group": group, "layout": "zigzag"}
+    if name == "delta rule":
+        context_parallel_delta_rule(x, x, x, x[..., 0], x[..., 0], bounds, **options)
+    elif name == "state space":
+        context_parallel_state_space(x, x[..., 0], x[0, :, 0], x, x, bounds, **options)
+    else:
+        context_parallel_convolution(x[:, 0], torch.ones(2, 4), bounds, **options)
 
 
-def test_tokens_that_do_not_divide(ranks: RankPool) -> None:
+@pytest.mark.parametrize("name", ["delta rule", "state space", "convolution"])
+def test_mistakes_are_refused(ranks: RankPool, name: str) -> None:
     with pytest.raises(ValueError, match="3 tokens of a rank do not divide into 2 slices; pad the pack"):
-        ranks.run(run_uneven, world=2)
+        ranks.run(run_mistaken, name, 3, boundaries([6]), world=2)
+    with pytest.raises(ValueError, match=r"cu_seqlens goes from 0 to 4; it must .* end at the 8 tokens of the pack"):
+        ranks.run(run_mistaken, name, 4, boundaries([4]), world=2)
+    with pytest.raises(ValueError, match="cu_seqlens must be 1-D int32"):
+        ranks.run(run_mistaken, name, 4, boundaries([8]).long(), world=2)
 
 
 def test_a_pack_is_described_to_fla_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.context_parallel.sequence_layout import Layout, boundaries_in, chunk_order
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
+from parallel_layers.linear_attention.chunks import check_boundaries
 from parallel_layers.linear_attention.convolution import short_convolution
 from parallel_layers.linear_attention.delta_rule import backend_of, check_arguments
 from parallel_layers.linear_attention.fla import fla_context_parallel_delta_rule
@@ -49,6 +50,7 @@ class Slices:
         self.numbers = self.order[group.rank() * count : (group.rank() + 1) * count]
         if num_tokens % count or not num_tokens:
             raise ValueError(f"{num_tokens} tokens of a rank do not divide into {count} slices; pad the pack")
+        check_boundaries(cu_seqlens, num_tokens * group.size())
         self.size = num_tokens // count
         self._cu_seqlens = cu_seqlens
 
@@ -222,7 +224,7 @@ def context_parallel_convolution(
     slices, reach = Slices(cu_seqlens, len(x_TC), group, layout), weight_CW.shape[1] - 1
     parts = x_TC.unflatten(0, (-1, slices.size))
     tails = parts[:, max(slices.size - reach, 0) :]
-    gathered = gather_from_sequence_parallel(tails.flatten(0, 1), group).unflatten(0, (-1, tails.shape[1]))
+    gathered = gather_from_sequence_parallel(tails.flatten(0, 1), group).unflatten(0, (len(slices.order), -1))
     earlier = F.pad(torch.cat(slices.in_order(gathered)), (0, 0, reach, 0))
     windows = [earlier[number * tails.shape[1] :][:reach] for number in slices.numbers]
     x = torch.cat([torch.stack(windows), parts], 1)
