@@ -11,6 +11,7 @@ import torch
 from meshes import mesh_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers import AutoModelForCausalLM
 
 from parallel_layers import ParallelDims
 from parallel_layers.testing import RankPool
@@ -128,3 +129,20 @@ def test_every_grid_draws_and_scores_the_same_bits(
         for scores, draws in ranks.run(score_and_draw, path, dims, options, batch, world=dims.world_size):
             assert torch.equal(scores, batch["log_probs"][batch.mask])
             assert torch.equal(draws["log_probs"][draws.mask], trained(actor, draws))
+
+
+def draw_with_mask(group: ProcessGroup, path: Path, dims: ParallelDims) -> None:
+    actor = Actor.from_pretrained(path, dims=dims, mesh=mesh_of(dims), **INVARIANT)
+    actor.generate([[1, 5], [3]], max_new_tokens=1, top_k=3, keep_sampling_mask=True)
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(pp=2), pytest.param(TP2, marks=pytest.mark.slow)], ids=str)
+def test_a_diverged_head_is_named_though_masks_lack_the_tokens(
+    ranks: RankPool, tiny: Callable[..., Path], tmp_path: Path, dims: ParallelDims
+) -> None:
+    """A row with a single NaN keeps other tokens, and its own token is arbitrary."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    model.get_output_embeddings().weight.data[7] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NaN or infinite logits after 0 tokens .* \[\(0, 0\), \(1, 0\)\]"):
+        ranks.run(draw_with_mask, tmp_path, dims, world=2, timeout=20)

@@ -275,7 +275,9 @@ class GenerationSession:
         stages = self.decoding.stages
         if len(tokens) and (stages is None or stages.rank() == stages.size() - 1):
             mask = SamplingMask.from_bits(bits[0]) if bits else None
-            scored = scorer.log_probs(self.states[is_drawn], tokens, self._temperature, mask)
+            # The token of a row of NaN is arbitrary; the mask may lack it.
+            labels = tokens.masked_fill(log_probs.isnan(), -100)
+            scored = scorer.log_probs(self.states[is_drawn], labels, self._temperature, mask)
             log_probs = torch.where(log_probs.isnan(), log_probs, scored)
         if stages is not None:
             dist.broadcast(log_probs, group=stages, group_src=stages.size() - 1)
