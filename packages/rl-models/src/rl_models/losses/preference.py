@@ -42,8 +42,7 @@ def dpo(
 
         term = ((r_chosen - r_rejected) / beta - 1 / (2 beta))^2
 
-    Take
-    `aggregation="sequence-mean"` for the mean over pairs.
+    Take `aggregation="sequence-mean"` for the mean over pairs.
 
     Args:
         log_probs: `[T]` under the policy that learns; receives the gradient.
