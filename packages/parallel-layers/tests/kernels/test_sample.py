@@ -89,18 +89,18 @@ def test_truncated_draws(device: torch.device, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [5, 512, 1300])
-@pytest.mark.parametrize("shift", [0, 12, 28])
+@pytest.mark.parametrize(("shift", "way"), [(0, 3), (0, 15), (12, 3), (28, 3)])
 def test_weights_above_thresholds(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab_size: int, shift: int
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab_size: int, shift: int, way: int
 ) -> None:
-    """As torch adds them; at most two programs for the three blocks of a row."""
+    """As torch adds them. Two programs have the three blocks of a row, and the threshold `way` is a token's logit."""
     monkeypatch.setattr(kernels, "_PROGRAMS", 6)
     torch.manual_seed(4)
     logits = 3 * torch.randn(3, vocab_size, device=device)
     logits[1, 1:], logits[:, 3] = -torch.inf, -torch.inf
     highest, least = logits.amax(-1), logits.amax(-1) - 9
     keys = _ordered(logits.view(torch.int32))
-    low = torch.full_like(keys[:, 0], torch.iinfo(torch.int32).min) if shift == 28 else keys[:, 0] - (3 << shift)
+    low = torch.full_like(keys[:, 0], torch.iinfo(torch.int32).min) if shift == 28 else keys[:, 0] - (way << shift)
     result = weights_above(logits, highest, least, low, shift, 0.7)
     expected = _weights_above(*_sorted_weights(logits, highest, least, 0.7), low, shift)
     # Exponentials differ in their last bits.

@@ -50,8 +50,7 @@ def share_of(
     sums = (total_N,) if kept_N is total_N else (total_N, kept_N)
     maxima_RN, *sums_RN = async_collectives.all_gather(torch.stack((highest_N, *sums), 1)[None], group).unbind(-1)
     largest_N = maxima_RN.amax(0)
-    # A part of -inf alone has no exponentials.
-    factor_RN = torch.where(maxima_RN == -torch.inf, 1, (maxima_RN - largest_N).exp())
+    factor_RN = (maxima_RN - largest_N).exp()
     normalizer_N = largest_N + (sums_RN[0] * factor_RN).cumsum(0)[-1].log()
     if uniforms_N is None:
         return Share(maxima_RN.argmax(0) == group.rank(), normalizer_N, normalizer_N)
@@ -62,7 +61,7 @@ def share_of(
     ranks = torch.arange(group.size(), device=target_N.device)[:, None]
     last = torch.where(weights_RN > 0, ranks, 0).amax(0)
     owner = torch.minimum((passed_RN <= target_N).sum(0), last)[None]
-    before_N, weight_N = ((x.gather(0, owner))[0] for x in (passed_RN - weights_RN, weights_RN))
+    before_N, weight_N = (x.gather(0, owner)[0] for x in (passed_RN - weights_RN, weights_RN))
     # Rounding may leave the number outside of the part, too.
     inside_N = ((target_N - before_N) / weight_N).clamp(0, 1 - torch.finfo(target_N.dtype).eps / 2)
     return Share(owner[0] == group.rank(), inside_N, normalizer_N)
