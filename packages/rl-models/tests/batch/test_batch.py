@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel_layers.head import SamplingMask
 from rl_models.batch.batch import Batch
 
 rows = st.lists(st.lists(st.integers(0, 99), max_size=6), min_size=1, max_size=5)
@@ -38,6 +39,17 @@ def test_concatenate_is_the_batch_of_all_sequences(first: list[list[int]], secon
     assert torch.equal(joined.tokens, whole.tokens)
     assert torch.equal(joined.mask, whole.mask)
     assert torch.equal(joined["number"], whole["number"])
+
+
+def test_a_batch_without_a_drawn_token_leaves_the_others_their_sampling_masks() -> None:
+    """An episode may end without a draw."""
+    drawn = Batch.from_sequences([[1, 2]], response_lengths=[1], sampling_mask=SamplingMask.from_rows([[], [2, 3]]))
+    nothing, unknown = (Batch.from_sequences([[4, 5, 6]], response_lengths=[count]) for count in (0, 1))
+    joined = Batch.concatenate([drawn, nothing, drawn])
+    assert joined.sampling_mask is not None
+    assert joined.sampling_mask.tolist() == [[], [2, 3], [], [], [], [], [2, 3]]
+    assert Batch.concatenate([drawn, unknown]).sampling_mask is None
+    assert Batch.concatenate([nothing, nothing]).sampling_mask is None
 
 
 @given(rows)

@@ -170,18 +170,22 @@ class Batch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate the sequences of all batches, with the fields and the sampling mask that all batches have."""
+        """Concatenate all sequences, with the fields and the sampling mask of all (that need one)."""
         if not batches:
             raise ValueError("concatenate needs at least one batch")
         names = set.intersection(*(set(batch.fields) for batch in batches))
-        masks = [batch.sampling_mask for batch in batches if batch.sampling_mask is not None]
+        lacking = [batch for batch in batches if batch.sampling_mask is None]
+        known = len(lacking) < len(batches) and not any(batch.mask.any() for batch in lacking)
+        masks = [
+            batch.sampling_mask or SamplingMask.from_rows([()] * batch.num_tokens, batch.device) for batch in batches
+        ]
         return cls(
             torch.cat([batch.tokens for batch in batches]),
             tuple(length for batch in batches for length in batch.lengths),
             torch.cat([batch.mask for batch in batches]),
             {name: torch.cat([batch.fields[name] for batch in batches]) for name in sorted(names)},
             tuple(images for batch in batches for images in batch.visual or (None,) * len(batch)),
-            SamplingMask.concatenate(masks) if len(masks) == len(batches) else None,
+            SamplingMask.concatenate(masks) if known else None,
         )
 
     def __len__(self) -> int:
