@@ -29,6 +29,7 @@ from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.worker import Calls
 
 from ..loop.test_train import arguments, lines
+from .stub import Stub
 from .test_separate import changed
 
 LENGTH = 60  # with the prompt below the model's 64 positions
@@ -150,6 +151,42 @@ def test_an_engine_that_draws_takes_requests_and_weights(model: Path, actors: li
                 torch.testing.assert_close(drawn[version == 0], old[version == 0], rtol=0, atol=1e-5)
                 assert float((old - new).abs()[version == 7].mean()) > 0.1
                 assert float((drawn - new).abs()[version == 7].mean()) < float((old - new).abs()[version == 7].mean())
+    finally:
+        pool.close()
+
+
+class OnRay(InThread):
+    """A transport whose calls get the numbers of `RayHost`, which begin with the caller."""
+
+    def send(self, message: Any) -> None:
+        super().send((("caller", message[0]), *message[1:]))
+
+    def receive(self, limit: float) -> Any:
+        (_, number), *answer = super().receive(limit)
+        return number, *answer
+
+
+class Endless(Stub):
+    """Draws nothing."""
+
+    def add(self, key: Any, request: Request, sampling: SamplingOptions) -> None:
+        self.key = key
+
+    def step(self) -> Step:
+        time.sleep(0.001)
+        return Step([], [])
+
+    def cancel(self, key: Any) -> None:
+        assert key == self.key
+
+
+@pytest.mark.parametrize("transport", [InThread, OnRay])
+def test_a_request_that_is_given_up_ends(transport: type[InThread]) -> None:
+    pool = InFlightPool([engine_process("engine", transport, (Endless,), 60.0, 60.0)])
+    try:
+        drawing = pool.begin(REQUESTS[:1], SHORT)
+        drawing.cancel()
+        assert drawing.draws[0].call.result(10) == []
     finally:
         pool.close()
 

@@ -167,6 +167,13 @@ def test_an_environment_that_fails_says_how(talks: Environments, row: dict[str, 
     assert error in next(turn.error for turn in found if turn.error)
 
 
+def test_a_conversation_that_ends_without_a_step_closes_its_environment(talks: Environments) -> None:
+    talks.ask(1, "reset", {"turns": 9, "close": "raise"}).result(20)
+    talks.ask(1, "step", Response("")).result(20)
+    assert "raised OSError: still open" in str(talks.ask(1, "close").result(20).error)
+    assert talks.ask(1, "step", Response("")).result(20).error == "was lost when its process ended"
+
+
 def test_a_process_that_ends_is_replaced_and_its_environments_are_lost(talks: Environments) -> None:
     for sample, row in ((1, {"step": "end"}), (2, {})):
         talks.ask(sample, "reset", row).result(20)

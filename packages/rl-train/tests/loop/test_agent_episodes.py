@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from typer.testing import CliRunner
 
 from parallel_models import SamplingOptions
 from rl_models import Batch
+from rl_train.agents import worker
 from rl_train.agents.pool import Agents
+from rl_train.agents.worker import Run
 from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
 from rl_train.loop.agent_episodes import AgentEpisodes
@@ -149,6 +153,13 @@ def test_commands_that_fail_are_ended(draw: Draw) -> None:
             draw([{"does": does}], agent_command=COMMAND, **{"agents.timeout": 2.0})
     with pytest.raises(ValueError, match=r"cannot be started: .*no-such-program"):
         draw([{}], agent_command="no-such-program x")
+
+
+def test_a_command_reads_a_row_with_values_that_json_has_not() -> None:
+    """Such as the dates of a Parquet file."""
+    command = shlex.join([sys.executable, "-c", "import json, sys; sys.exit(json.loads(sys.stdin.readline())['when'])"])
+    run = Run("http://127.0.0.1:9/v1", "key", {"when": date(2026, 1, 2)}, 20.0, command)
+    assert asyncio.run(worker._Host(worker.command).answer(run)).error == "ended with status 1: 2026-01-02"
 
 
 # Logs its arguments and what it has of the run's environment; `run` runs the command behind the image.

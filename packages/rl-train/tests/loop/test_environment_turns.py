@@ -167,10 +167,13 @@ def test_messages_that_the_template_refuses_fail_like_their_environment(draw: Dr
     rows = [{"turns": 1}, {"begin": refused}, {"turns": 9, "step": "refused"}, {"turns": 9, "step": "late failure"}]
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: the environment said .*; .*no such role"):
         draw(rows, [])
-    batch, _, said, _ = draw(rows, [[5, END]] * 5, **{"rewards.errors": "zero"})
+    batch, _, said, scorer = draw(rows, [[5, END]] * 5, **{"rewards.errors": "zero"})
     assert totals(batch)["environment_reward"].tolist() == [1, 0, 0, 0]
     assert totals(batch)["failed"].tolist() == [0, 1, 1, 1]
     assert len(said) == 3
+    environments = scorer.rewards.environments  # type: ignore[union-attr]
+    ends = [environments.ask(key, "close").result(20).error for key in range(4)]  # type: ignore[union-attr]
+    assert ends == ["was lost when its process ended"] * 4, "each is closed already"
 
 
 def test_a_slow_step_keeps_no_other_sample_waiting(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:

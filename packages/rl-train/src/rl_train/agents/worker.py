@@ -105,7 +105,7 @@ async def _command(run: Run, command: str) -> Ended:
     except (OSError, ValueError) as error:
         return Ended(error=f"cannot be started: {error}")
     try:
-        _, errors = await process.communicate(json.dumps(run.row).encode() + b"\n")
+        _, errors = await process.communicate(json.dumps(run.row, default=str).encode() + b"\n")
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -172,7 +172,9 @@ class EngineServer:
                 self._load(*self._call.arguments())
                 self._paused = False
             case "cancel":
-                (key,) = self._call.arguments()
+                (number,) = self._call.arguments()
+                # On Ray the number of a call begins with its caller.
+                key = number if isinstance(self._call.number, int) else (*self._call.number[:-1], number)
                 if (draw := self._draws.pop(key, None)) is not None:
                     cast(StreamingEngine, self._engine).cancel(key)
                     draw.answer([])

@@ -114,7 +114,7 @@ class _Host:
     async def answer(self, request: Request) -> Turn:
         """Return the answer to a request. An environment whose conversation has ended is closed."""
         turn = await self._answer(request)
-        ends = request.last or turn.error is not None or (request.asks == "step" and not turn.messages)
+        ends = request.last or turn.error is not None or (request.asks in ("step", "close") and not turn.messages)
         environment = self._environments.pop(request.sample, None) if ends else None
         if environment is not None:
             _, error = await self._call(request.limit, environment.close)

@@ -167,6 +167,8 @@ class EnvironmentAnswers:
                 "a prompt with images; return no messages from reset() there"
             )
         call = self._call(episode, turn.messages, episode.recorder.chat)
+        if call is None:
+            self.ask(episode, "close")  # its conversation has failed already
         if call is not None and len(call.tokens) >= episode.sample.limit:
             raise ValueError(
                 f"{episode.prompt.place}: the environment begins with {len(call.tokens)} tokens, which leave no room "
