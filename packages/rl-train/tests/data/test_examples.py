@@ -8,13 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from chat_families import CHATML, COHERE, GPT_OSS, OF_PARTS, THINKING, installed_templates, save_tokenizer
+from hypothesis import strategies as st
 
 from rl_train.data.codec import TextCodec
-from rl_train.data.examples import NONE, Example, ExampleReader, Reader, judged, labelled, pair, steps, whole
+from rl_train.data.examples import FIELDS, NONE, Example, ExampleReader, Reader, judged, labelled, pair, steps, whole
 from rl_train.data.mixture import read_sources
-from rl_train.data.prompts import read_prompts
+from rl_train.data.prompts import PromptReader, read_prompts
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -191,3 +193,39 @@ def test_columns_of_trl_and_verl_are_prompts(tmp_path: Path, codec: TextCodec) -
     assert read_prompts(tmp_path / "rows.jsonl", tmp_path, None, **options | {"rows": lines[:1]})[0].row["answer"] == 7
     with pytest.raises(ValueError, match=r"there is no column 'extra\.place'"):
         read_prompts(tmp_path / "rows.jsonl", tmp_path, None, **options | {"columns": "answer=extra.place"})
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chatml")
+    save_tokenizer(folder, CHATML)
+    return folder
+
+
+TEXTS, KEYS = ["", "ab", "user", "\ud800"], ["role", "content", "type", "text", "function", "name", "tool_calls"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats(width=16) | st.sampled_from(TEXTS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = (*FIELDS, "mask", "label", "labels", "completions", "tools", "images", "reward_model")
+
+
+def refusal(reader: Any, row: Any) -> str:
+    try:
+        for number, entry in reader.rows(Path("rows"), [row]):
+            reader.read(Path("rows"), number, entry)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@hypothesis.given(row=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | VALUES)
+@hypothesis.example(row={"prompt": 5})
+@hypothesis.example(row={"prompt": {"a": 1}})
+@hypothesis.example(row={"tokens": [1, 2], "mask": [[0], [1]]})
+def test_a_row_is_read_or_refused_by_name(chatml: Path, row: Any) -> None:
+    """No row ends in another exception than the ValueError that names it."""
+    readers = [PromptReader(chatml), *(ExampleReader(chatml, reader=r) for r in (whole, pair, judged, labelled, steps))]
+    for reader in readers:
+        assert re.match("rows, line 1: |$", refusal(reader, row))

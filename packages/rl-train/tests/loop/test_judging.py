@@ -128,6 +128,7 @@ def test_judges_that_a_run_does_not_have_are_refused(
             "request: a model of the run takes max_tokens, .*not stop",
         ),
         (judge, {"attempts": 3}, "attempts needs url, the server"),
+        (judge, {"request": {"max_tokens": 2, "max_completion_tokens": 3}}, "request: max_tokens and max_compl.* same"),
     ):
         with pytest.raises(ValueError, match=error):
             check_judges(options(chat_model, rubric("a.yaml", name, **changes)))

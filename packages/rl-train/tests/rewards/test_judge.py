@@ -223,11 +223,20 @@ def test_requests_at_a_time_have_a_limit(server: Server, rubric: Callable[..., P
         ({"score": "("}, "score: .*must be a regular expression: missing"),
         ({"request": {"temperature": 1}}, "request: .*must bound the tokens of a reply; add max_tokens"),
         ({"range": [1]}, "range: List should have at least 2 items"),
+        ({"url": "http://a:99999/v1"}, "url: Port out of range"),
+        ({"range": [5, 5]}, r"range: must be the lowest and the highest score, such as \[0, 10\], got \[5.0, 5.0\]"),
     ],
 )
 def test_mistakes_in_a_rubric_are_named(rubric: Callable[..., Path], values: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=rf"style.yaml: {error}"):
         check_rewards(f"judge:{rubric(**values)}")
+
+
+def test_a_request_holds_json(rubric: Callable[..., Path]) -> None:
+    file = rubric(request={"max_tokens": 1, "when": "today"})
+    file.write_text(file.read_text().replace('"today"', "2026-01-02"))
+    with pytest.raises(ValueError, match=r"style.yaml: request.when: "):
+        check_rewards(f"judge:{file}")
 
 
 def test_the_rubric_of_the_page(tmp_path: Path) -> None:

@@ -219,7 +219,10 @@ def _form(message: Message) -> tuple[Any, ...]:
     """Return the properties of a message, except its texts, on which a template's treatment depends."""
     content = message.get("content")
     kinds = [block.get("type") for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
-    return message.get("role"), bool(content), type(content), *kinds, len(message.get("tool_calls") or ())
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f'"tool_calls" must be a list of objects, got {calls!r:.100}')
+    return message.get("role"), bool(content), type(content), *kinds, len(calls)
 
 
 def _behind(text: str, part: str, begin: int) -> int:

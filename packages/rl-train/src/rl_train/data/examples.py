@@ -94,7 +94,7 @@ def whole(row: Mapping[str, Any], codec: TextCodec) -> tuple[Learned, ...]:
         tokens = _ids(row["tokens"], "tokens")
         mask = row.get("mask")
         if mask is not None:
-            if not isinstance(mask, list) or len(mask) != len(tokens) or not {*mask} <= {0, 1}:
+            if not isinstance(mask, list) or len(mask) != len(tokens) or not all(entry in (0, 1) for entry in mask):
                 raise ValueError(
                     f'"mask" must be a list of true and false for each of the {len(tokens)} tokens, got {mask!r:.60}'
                 )

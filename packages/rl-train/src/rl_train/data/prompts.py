@@ -170,7 +170,7 @@ def read_rows(
 def _recognised(row: dict[str, Any], kinds: Set[str]) -> dict[str, Any]:
     """Return a row with the fields for columns of TRL (`prompt`) and verl (`reward_model.ground_truth`)."""
     prompt, judge = row.get("prompt"), row.get("reward_model")
-    if "prompt" not in kinds and not kinds & row.keys() and prompt:
+    if "prompt" not in kinds and not kinds & row.keys() and isinstance(prompt, str | list) and prompt:
         is_chat = _JSON_TEXT.match(prompt) if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         row = row | {"messages" if is_chat else "text" if isinstance(prompt, str) else "tokens": prompt}
     if "answer" not in row and isinstance(judge, Mapping) and judge.get("ground_truth") is not None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from rl_train.options.fields import CONFIG, Count, Number
 from rl_train.options.resolve import read_table
@@ -40,6 +41,7 @@ def _pattern(text: str) -> str:
 
 
 def _url(text: str) -> str:
+    _ = urlsplit(text).port  # ValueError for a wrong one
     if re.fullmatch(r"https?://[^/?#@]+(/[^?#]*)?", text) is None:
         raise ValueError(
             f"{text!r:.100} must be the base URL of a server, such as http://127.0.0.1:8000/v1; for a model of the run "
@@ -58,6 +60,12 @@ def _template(text: str) -> Template:
 def _checked_template(text: str) -> str:
     _template(text)
     return text
+
+
+def _rising(bounds: list[float]) -> list[float]:
+    if bounds[0] >= bounds[1]:
+        raise ValueError(f"must be the lowest and the highest score, such as [0, 10], got {bounds}")
+    return bounds
 
 
 def _limited(values: dict[str, Any]) -> dict[str, Any]:
@@ -84,12 +92,12 @@ class Rubric(BaseModel):
     """Template of a system message."""
     score: Annotated[str, AfterValidator(_pattern)]
     """Regular expression with one group; the group of the last match in a reply is the score."""
-    range: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
+    range: Annotated[list[Number], Field(min_length=2, max_length=2), AfterValidator(_rising)] | None = None
     """Lowest and highest score; the reward goes from 0 to 1 between them (default: the score is the reward)."""
     values: dict[str, Number] = Field(default_factory=dict)
     """Rewards of scores that are words, such as {correct = 1, wrong = 0}."""
-    request: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
-        default_factory=lambda: {"max_tokens": 1024, "temperature": 0}
+    request: Annotated[dict[str, JsonValue], AfterValidator(_limited)] = Field(
+        default_factory=lambda: dict[str, JsonValue](max_tokens=1024, temperature=0)
     )
     """Further fields of the request."""
     key: str = "OPENAI_API_KEY"
@@ -107,6 +115,8 @@ class Rubric(BaseModel):
             raise ValueError(f"{', '.join(unused)} needs url, the server; a model of the run has no use for it")
         if refused := sorted(self.request.keys() - _SAMPLING.keys()):
             raise ValueError(f"request: a model of the run takes {', '.join(_SAMPLING)}, not {', '.join(refused)}")
+        if self.request.keys() >= {*_LIMITS}:
+            raise ValueError(f"request: {' and '.join(_LIMITS)} are the same limit; leave one of them out")
         return self
 
     @property
@@ -125,7 +135,7 @@ class Rubric(BaseModel):
             return cls(**read_table(file))
         except ValidationError as error:
             mistakes = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
-            raise ValueError(f"{file}: {'; '.join(mistakes)}") from None
+            raise ValueError(f"{file}: {'; '.join(mistakes)}".replace(": Value error, ", ": ")) from None
 
     @cached_property
     def _messages(self) -> list[tuple[str, Template]]:
