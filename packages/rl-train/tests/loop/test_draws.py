@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(make: Make, tmp_path
     (folder / "00000004.safetensors").write_bytes(b"cut off")
     with pytest.raises(ValueError, match=r"00000004.safetensors is broken .*; remove it, and its responses are drawn"):
         read_batches(folder / "00000004.safetensors")
+
+
+def test_responses_ahead_belong_to_rows_that_have_not_changed(make: Make, tmp_path: Path) -> None:
+    draws = make(staleness=1, **{"data.curriculum": 0.5}).recipe._draws
+    draws.observe(draws.take(1).prompts, torch.ones(PROMPTS, SAMPLES))
+    state = draws.state
+    state.save(tmp_path, 1, [1])
+    for changes, ahead in (((), 1), (("reward=r:f had digest 1",), 1), (("prompts=p had 12 rows",), 0)):
+        recipe = make(staleness=1, **{"data.curriculum": 0.5}).recipe
+        rows = recipe.checked_run.prompts if ahead else [replace(recipe.checked_run.prompts[0], tokens=[7])] * 3
+        recipe.checked_run = replace(recipe.checked_run, prompts=rows, changes=changes)
+        recipe._draws.resume(state.to_json(), tmp_path, 1)
+        assert len(recipe._draws.state.ahead) == ahead
+        assert bool(recipe._draws.state.order["rewards_of_prompts"]) == bool(ahead)
+        drawn = recipe._draws.take(2)
+        begins = [row[:1].tolist() for row in drawn.batch.split()[::SAMPLES]]
+        assert begins == [prompt.tokens[:1] for prompt in drawn.prompts], "each response has its own row"
 
 
 def test_further_batches_of_dynamic_sampling_are_drawn_with_the_newest_weights(make: Make) -> None:

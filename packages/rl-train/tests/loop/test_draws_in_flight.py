@@ -45,6 +45,16 @@ class Arriving(Future[Batch]):
         return self.ends < 0
 
 
+def run_of(prompts: int, prompts_per_step: int) -> Any:
+    """Return a checked run of nine steps, with staleness 2."""
+    options = SimpleNamespace(
+        rollouts=SimpleNamespace(staleness=2), prompts_per_step=prompts_per_step, steps=9, seed=1, samples=1,
+        prompts=Path(), sampling=SamplingOptions(1), data=SimpleNamespace(curriculum=None),
+    )  # fmt: skip
+    mixture = partial(Mixture.of_rows, [Prompt([number], {}, number) for number in range(prompts)], seed=1)
+    return SimpleNamespace(options=options, stop_ids=(), mixture=mixture, changes=())
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False), st.integers(0, 12), st.sampled_from([0, 5])
@@ -68,7 +78,8 @@ def test_in_flight_every_prompt_is_learned_once_and_in_time(
         rollouts=rollouts, prompts_per_step=prompts_per_step, steps=steps, seed=1, samples=SAMPLES, prompts=Path(),
         sampling=sampling, data=SimpleNamespace(curriculum=None),
     )  # fmt: skip
-    checked_run: Any = SimpleNamespace(options=options, stop_ids=(), mixture=partial(Mixture.of_rows, prompts, seed=1))
+    mixture = partial(Mixture.of_rows, prompts, seed=1)
+    checked_run: Any = SimpleNamespace(options=options, stop_ids=(), mixture=mixture, changes=())
 
     def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         (prompt,) = of_draw
@@ -105,6 +116,25 @@ def test_in_flight_every_prompt_is_learned_once_and_in_time(
     assert list(dict.fromkeys(asked)) == order[: draws.position], "asked for in order"
 
 
+def test_of_two_old_draws_the_second_also_waits_for_a_step_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes one draw, so a later draw may go first only while both old ones have the time to follow."""
+    monkeypatch.setattr(draws_module, "_LOOK_SECONDS", 0)
+    engine: Any = SimpleNamespace(version=0)
+
+    def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        (prompt,) = of_draw
+        return Arriving(engine, prompt, 0, 20 if prompt.line in order[:2] else 0)
+
+    checked_run = run_of(prompts=9, prompts_per_step=1)
+    order = [prompt.line for _, prompt in checked_run.mixture().take(9)]
+    draws, taken = DrawsInFlight(checked_run, engine, ask, lambda function: function()), list[int]()
+    for step in (1, 2, 3):
+        (prompt,) = draws.take(step).prompts
+        taken.append(order.index(prompt.line))
+        engine.version = step
+    assert taken == [2, 0, 1]
+
+
 def test_a_step_that_is_taken_again_keeps_no_responses_of_before(tmp_path: Path) -> None:
     fields: dict[str, Any] = {"log_probs": [[0.0, 0.0]], "version": [[-1, 0]]}
     batch = Batch.from_sequences([[1, 2]], response_lengths=[1], **fields)
@@ -116,12 +146,7 @@ def test_a_step_that_is_taken_again_keeps_no_responses_of_before(tmp_path: Path)
 
 def test_a_checkpoint_from_before_there_were_several_sources_goes_on(tmp_path: Path) -> None:
     """It has the place of each draw alone; its rows follow from their order."""
-    prompts = [Prompt([number], {}, number) for number in range(5)]
-    options: Any = SimpleNamespace(
-        rollouts=SimpleNamespace(staleness=2), prompts_per_step=2, steps=9, seed=1, samples=1, prompts=Path(),
-        sampling=SamplingOptions(1), data=SimpleNamespace(curriculum=None),
-    )  # fmt: skip
-    checked_run: Any = SimpleNamespace(options=options, stop_ids=(), mixture=partial(Mixture.of_rows, prompts, seed=1))
+    checked_run = run_of(prompts=5, prompts_per_step=2)
 
     def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         return done(Batch.from_sequences([[prompt.line, 1] for prompt in of_draw], response_lengths=[1] * len(of_draw)))
@@ -135,3 +160,25 @@ def test_a_checkpoint_from_before_there_were_several_sources_goes_on(tmp_path: P
     again.resume({"position": state["position"], "ahead": [entry[:2] for entry in state["ahead"]]}, tmp_path, 3)
     assert json.dumps(again.state.to_json()) == json.dumps(state)
     assert again.take(4).batch.tokens.tolist() == draws.take(4).batch.tokens.tolist()
+
+
+@pytest.mark.parametrize(("of_draws", "ahead"), [(Draws, 1), (DrawsInFlight, 2)])
+def test_a_resumed_run_of_fewer_steps_draws_nothing_for_the_others(
+    tmp_path: Path, of_draws: type[Draws], ahead: int
+) -> None:
+    checked_run, asked = run_of(prompts=9, prompts_per_step=2), list[int]()
+
+    def ask(of_draw: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
+        asked.append(len(of_draw))
+        return done(Batch.from_sequences([[prompt.line, 1] for prompt in of_draw], response_lengths=[1] * len(of_draw)))
+
+    engine: Any = SimpleNamespace(version=0)
+    draws, again = (of_draws(checked_run, engine, ask, lambda function: function()) for _ in range(2))
+    draws.take(1)
+    state = draws.state.to_json()
+    assert len(state["ahead"]) == 2 * ahead
+    checked_run.options.steps = 2
+    asked.clear()
+    again.resume(state, tmp_path, 1)
+    assert asked == [2 // ahead] * ahead
+    assert again.take(2).batch.tokens.tolist() == draws.take(2).batch.tokens.tolist()

@@ -36,7 +36,8 @@ def partial_rollouts(
     rollouts = SimpleNamespace(staleness=options.pop("staleness"), partial=options.pop("partial"))
     known = {"seed": 1, "samples": SAMPLES, "prompts": Path(), "sampling": SamplingOptions(LONGEST), "steps": 7}
     known["data"] = SimpleNamespace(curriculum=None)
-    run: Any = SimpleNamespace(options=SimpleNamespace(rollouts=rollouts, **known | options), stop_ids=stop_ids)
+    options_of_run = SimpleNamespace(rollouts=rollouts, **known | options)
+    run: Any = SimpleNamespace(options=options_of_run, stop_ids=stop_ids, changes=())
     run.mixture = partial(Mixture.of_rows, prompts, seed=1)
     return PartialRollouts(run, engine, None, None)  # type: ignore[arg-type]
 

@@ -148,9 +148,15 @@ class Draws:
         return {"order": self._mixture.state, **means}
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
-        """Go on from the state (of `State.to_json`) after a step; responses that were not saved are drawn again."""
+        """Go on from the state (of `State.to_json`) after a step.
+
+        Responses that were not saved are drawn again. With other rows (`--accept-changes`) none are ahead, and the
+        curriculum begins anew.
+        """
         self.position = int(state["position"])
         self._mixture.resume(state.get("order", {}), self.position)
+        if any(change.startswith("prompts=") for change in self.checked_run.changes):
+            state = {}  # what is kept of earlier rows would belong to other rows
         if self._curriculum is not None:
             self._curriculum.resume(state.get("rewards_of_prompts", ()))
         file = _file(training, step)
