@@ -76,6 +76,9 @@ def test_the_last_step_is_the_result_of_the_run(
     missing = CliRunner().invoke(app, ["export", str(run / "training" / name / "step-00000009"), str(out)])
     assert missing.exit_code == 2
     assert "has no checkpoint step-00000009; its steps are [1, 2]" in missing.output
+    over = CliRunner().invoke(app, ["export", str(run), str(model)])
+    assert over.exit_code == 2
+    assert "is the model that the run began with; choose another folder" in " ".join(over.output.split())
 
 
 def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def score(
     """Write log-prob, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
         from parallel_layers import ParallelDims
-        from parallel_models.engine import located
+        from parallel_models.engine import checkpoint_folder
         from rl_models.backends import BackendOptions
         from rl_train.data.prompts import read_prompts
         from rl_train.loop.score import ScoreOptions, open_result, score as run
@@ -114,7 +114,7 @@ def score(
         if tp is not None and dims:
             raise ValueError(f"--tp {tp} and --dims {dims} both state the grid; write all of it in --dims")
         grid = ParallelDims.parse(dims) if tp is None else ParallelDims(tp=tp)
-        model, critic = Path(located(model)), critic and Path(located(critic))
+        model, critic = Path(checkpoint_folder(model)), critic and Path(checkpoint_folder(critic))
         engine = BackendOptions(dtype=parse_dtype(dtype), tp_invariant=tp_invariant, deterministic=deterministic)
         options = ScoreOptions(model, critic, grid, temperature, max_tokens, device, engine)
         console = Console(stderr=True)
@@ -143,7 +143,7 @@ def plan(**arguments: Any) -> None:
         from ckpt import Checkpoint
         from parallel_layers import ParallelDims
         from parallel_models import CacheOptions
-        from parallel_models.engine import located
+        from parallel_models.engine import checkpoint_folder
         from rl_train.planner.limits import fitting
         from rl_train.planner.memory import GIB, MemoryOptions
         from rl_train.planner.models import plan_models
@@ -176,10 +176,10 @@ def plan(**arguments: Any) -> None:
             cache=cache,
             mask_width=asked.mask_width,
         )
-        model = Checkpoint(located(asked.model, weights=False))
+        model = Checkpoint(checkpoint_folder(asked.model, weights=False))
         models = {name: asked.value(name) for name in ("critic", "share_backbone", "reference", "offload")}
         for name, folder in {"teacher": asked.teacher, "judge": asked.judge}.items():
-            models[name] = None if folder is None else Checkpoint(located(folder, weights=False))
+            models[name] = None if folder is None else Checkpoint(checkpoint_folder(folder, weights=False))
         planned = plan_models(model, options, **models)
         limit = None if asked.gpu_gib is None else int(asked.gpu_gib * GIB)
         fits = [] if limit is None else fitting(model, options, limit, ranks=ranks, **models)

@@ -64,7 +64,8 @@ def open_step(path: Path) -> Iterator[SavedModel]:
         folder, step = Path("training", names[0]), re.fullmatch(r"step-(\d+)", inside[-1] if inside else "")
         number, steps = latest_step(local / folder) if step is None else int(step[1]), saved_steps(local / folder)
         if number not in steps:
-            raise ValueError(f"{run / folder} has no checkpoint {path.name}; its steps are {steps}")
+            what = "training checkpoint" if step is None else f"checkpoint {path.name}"
+            raise ValueError(f"{run / folder} has no {what}; its steps are {steps}")
         yield SavedModel(options, run / folder, local / folder, number)
 
 
@@ -74,10 +75,12 @@ def export(path: Path, out: Path, progress: Callable[[int, int], None]) -> Saved
     Without adapters the weights are copied through a bounded buffer. With adapters the model is loaded on the CPU.
 
     Raises:
-        ValueError: As for `open_step`; or `out` holds something else than a checkpoint.
+        ValueError: As for `open_step`; or `out` holds something else than a checkpoint, or is the run's first model.
     """
     with open_step(path) as saved:
         options, model = saved.options, Path(checkpoint_folder(saved.options.model))
+        if out.resolve() == model.resolve():
+            raise ValueError(f"{out} is the model that the run began with; choose another folder")
         if options.lora is None:
             step = saved.files / f"step-{saved.step:08d}"
             dtype = None if options.engine.dtype else stored_dtype(Checkpoint(model))
