@@ -90,6 +90,11 @@ def test_generate_writes_what_the_model_draws(model: Path, prompts: Path) -> Non
         (["evaluate", "MODEL", "--rewrd", "x"], "Possible options: --reward|did you mean --reward"),
         (["generate", "MODEL", "--prompts", "none.jsonl"], "none.jsonl does not exist"),
         (["generate", "MODEL", "--dims", "tp=2"], "a chat runs on one rank"),
+        (["generate", "MODEL", "--prompts", "p.jsonl", "--stop-ids", "x"], "stop_ids='x' must be numbers with commas"),
+        (["generate", "MODEL", "--rollouts.staleness", "1"], "staleness is an option of train, not of generate"),
+        (["evaluate", "MODEL", "--rewards.overlong-buffer", "9"], "buffer is an option of train, not of evaluate"),
+        (["generate", "MODEL", "--engine.share-prefixes"], "prefixes is an option of train, not of generate"),
+        (["generate", "MODEL", "--prompts", "p.jsonl", "--samples", "2", "--temperature", "0"], "are equal at --temp"),
         (["generate"], "Missing argument"),
     ],
 )

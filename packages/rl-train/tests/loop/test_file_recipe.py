@@ -284,6 +284,10 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
         (SftOptions, {"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long the run is; give one"),
         (SftOptions, {"epochs": 2, "data.shuffle_buffer": 9}, "epochs=2 counts rows, which data"),
+        (SftOptions, {"epochs": 1, "batch_size": 8, "profile": 5}, r"profile=5 on .* must name a step of 1\.\.1 "),
+        (SftOptions, {"profile": 2, "profile_ranks": ""}, "profile=2 on profile_ranks= must name"),
+        (SftOptions, {"engine.num_labels": 3}, "engine.num_labels=3 needs rl-train reward --rows labels or steps"),
+        (SftOptions, {"profile_ranks": "1"}, "profile_ranks=1 needs profile, a step"),
         (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
         (RewardModelOptions, {"rows": "labels"}, "row.*3: the label 2 is not below 2, .* --engine.num-labels 3"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
@@ -297,3 +301,8 @@ def test_options_that_do_not_fit_are_refused(
     rows = {DpoOptions: ROWS["pairs"], RewardModelOptions: [{"text": "ab", "label": label} for label in range(4)]}
     with pytest.raises(ValueError, match=message):
         check_examples(resolved, rows.get(kind, ROWS["completions"]))
+
+
+def test_a_number_of_epochs_has_an_end() -> None:
+    with pytest.raises(ValueError, match="less than or equal to 1000000"):
+        SftOptions(model=Path("m"), dataset=Path("d"), epochs=1e300)

@@ -248,6 +248,27 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"top_p": 3.0}, r"sampling: top_p=3.0 must lie in \(0, 1\]"),
         ({"top_k": 0}, "sampling: top_k=0 must be at least 1"),
         ({"optimizer.betas": "0.9,1"}, r"optimizer: betas=\(0.9, 1.0\) must be two numbers in \[0, 1\)"),
+        ({"rollouts.devices": ""}, "rollouts.devices='' must be ids of devices with commas, such as 4,5, or cpu"),
+        (
+            DISTIL | {"teacher.engine": "native", "teacher.devices": "4,x"},
+            "teacher.devices='4,x' must be ids of devices",
+        ),
+        ({"agent_command": "'"}, 'agent_command="\'" must be a command, such as .python agent.py. or docker'),
+        (
+            {"agent_command": "x", "agents.image": "i", "agents.container": " "},
+            "agents.container=' ' must be a command",
+        ),
+        ({"sampling.log_probs": False}, "unknown option 'sampling.log_probs'"),
+        ({"algorithm": "ppo", "engine.num_labels": 3}, "engine.num_labels=3 needs rl-train reward --rows labels"),
+        ({"critic.learning_rate": 0.5}, "critic.learning_rate=0.5 needs an algorithm with a critic, such as ppo"),
+        ({"critic.value_clip": 0.5}, "critic.value_clip=0.5 needs an algorithm with a critic, such as ppo"),
+        ({"objective.lam": 0.5}, "objective.lam=0.5 needs objective.advantages=gae, as of algorithm=ppo; give that"),
+        ({"objective.gamma": 0.5}, "objective.gamma=0.5 needs objective.advantages=gae or returns"),
+        ({"objective.kl_estimator": "k2"}, "objective.kl_estimator=k2 needs a kl_coefficient above 0"),
+        ({"max_batches": 3}, "max_batches=3 needs equal_groups=resample"),
+        ({"rollouts.memory": 0.5}, "rollouts.memory=0.5 needs rollouts.engine=vllm or teacher.engine=vllm"),
+        ({"data.weights": "inf"}, "data.weights='inf' must be numbers above 0 with commas"),
+        ({"data.weights": "3,"}, "data.weights='3,' must be numbers with commas, such as 0.9,0.95"),
         ({"objective.gamma": 1.5}, "gamma=1.5 must be less than or equal to 1"),
     ],
 )
@@ -374,6 +395,12 @@ def test_help_names_every_option_whole_on_80_columns(command: str) -> None:
     for parameter in made.commands[command].params:
         assert f" {parameter.opts[0]} " in printed
         assert not parameter.help.startswith("Of "), "a text that says nothing without the option's name"
+
+
+def test_help_names_the_arguments_first() -> None:
+    lines = CliRunner().invoke(app, ["evaluate", "--help"], env={"COLUMNS": "80"}).output.splitlines()
+    assert "evaluate [OPTIONS] MODEL" in " ".join(lines[:3])
+    assert "│ MODEL " in next(line for line in lines if line.startswith("│"))
 
 
 def test_a_plan_refuses_an_unknown_recipe_of_fp8() -> None:

@@ -97,7 +97,6 @@ def check_examples(
     check_folder(options.of_epochs(sys.maxsize))  # without the rows, all steps may be right
     check_loggers(options.logger)
     check_port(options.metrics_port)
-    check_profile(options)
     options_as_given = options
     folders = {name: options.value(name) for name in ("model", "reference", "teacher") if name in options.names()}
     options = options.model_copy(
@@ -115,6 +114,7 @@ def check_examples(
         eval_examples, eval_dropped = read_sources(reader, sources_of(eval_file, eval_rows), eval_rows)
         dropped += eval_dropped
     options, options_as_given = (each.of_epochs(len(examples)) for each in (options, options_as_given))
+    check_profile(options)
     longest = reader.limit[0] if window else max(row.longest for row in (*examples, *eval_examples))
     require_devices(options.device, options.grid.world_size, devices)
     check_model(options, objective.kind.role, checkpoint, options.grid, longest)

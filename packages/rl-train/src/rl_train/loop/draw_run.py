@@ -43,6 +43,10 @@ def draw(options: GenerateOptions, on_event: Tell) -> dict[str, float]:
         raise ValueError("evaluate needs a reward; give --reward or --environment, or use rl-train generate")
     if options.prompts is None and not str(further.get("environment", "")).startswith(SOURCES):
         raise ValueError(f"evaluate needs prompts; give --prompts, or an --environment that has them: {SOURCES[0]}TASK")
+    if options.samples > 1 and not options.temperature:
+        raise ValueError(
+            f"--samples {options.samples} responses to a prompt are equal at --temperature 0; give another temperature"
+        )
     with tempfile.TemporaryDirectory() as folder:
         run_options = options.train_options(Path(folder) / "run", **further)
         checked_run = check_run(run_options.model_copy(update={"evaluation": type(run_options.evaluation)()}))

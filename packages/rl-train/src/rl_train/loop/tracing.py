@@ -18,9 +18,10 @@ FOLDER = "profile"
 
 def check_profile(options: RunOptions) -> None:
     """Raise ValueError for a step or ranks that the run does not have."""
-    ranks = options.grid.world_size
-    outside = [rank for rank in numbers(options.profile_ranks) if rank >= ranks]
-    if options.profile and (outside or options.profile > options.steps):
+    ranks, chosen = options.grid.world_size, numbers(options.profile_ranks)
+    if not options.profile and options.profile_ranks != "0":
+        raise ValueError(f"profile_ranks={options.profile_ranks} needs profile, a step; give that, or leave it out")
+    if options.profile and (not chosen or not {*chosen} <= {*range(ranks)} or options.profile > options.steps):
         raise ValueError(
             f"profile={options.profile} on profile_ranks={options.profile_ranks} must name a step of "
             f"1..{options.steps} and ranks of 0..{ranks - 1}"

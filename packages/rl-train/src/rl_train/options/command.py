@@ -51,10 +51,14 @@ class OptionsCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the usage, the text, and a panel of options for each group, without the `--no-` forms."""
         console, panels = Console(), dict[str, list[RenderableType]]()
-        console.print(Text(f"\n{ctx.command_path} [OPTIONS]\n\n{inspect.cleandoc(self.help or '')}\n"))
-        for parameter in self.get_params(ctx):
+        parameters = sorted(self.get_params(ctx), key=lambda parameter: parameter.param_type_name != "argument")
+        arguments = [shown.name.upper() for shown in parameters if shown.param_type_name == "argument" and shown.name]
+        usage = " ".join([ctx.command_path, "[OPTIONS]", *arguments])
+        console.print(Text(f"\n{usage}\n\n{inspect.cleandoc(self.help or '')}\n"))
+        for parameter in parameters:
             shown: Any = parameter
-            name = Text(shown.opts[0], "bold cyan") + Text(f" {shown.metavar or ''}", "yellow")
+            known_as = shown.opts[0] if shown.opts[0].startswith("-") else shown.name.upper()
+            name = Text(known_as, "bold cyan") + Text(f" {shown.metavar or ''}", "yellow")
             panel = panels.setdefault(shown.rich_help_panel or "Options", [])
             panel += [name, Padding(Text.from_markup(shown.help), (0, 0, 0, 4))]
         for title in sorted(panels, key=lambda title: title != "Options"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,8 +41,10 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "environment", alone, "no agent: both would run the episodes"
     yield "agent_command", options.agent is None, "no other agent"
     yield "teacher.prompts", not options.runs_agents, "no agent, whose own prompts the policy answers"
+    yield "engine.num_labels", options.engine.num_labels in (None, 1), "rl-train reward --rows labels or steps"
     critic = "an algorithm with a critic, such as ppo"
-    yield "critic.model critic.dims critic.share_backbone", options.rule.critic, critic
+    names = "critic.model critic.dims critic.share_backbone critic.learning_rate critic.value_clip"
+    yield names, options.rule.critic, critic
     shares = options.critic.share_backbone
     yield "critic.model critic.dims critic.learning_rate", not shares, "a critic without share_backbone"
     yield "critic.value_coefficient", shares, "critic.share_backbone"
@@ -54,6 +57,13 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "teacher.dims", teacher.engine == "vllm", "teacher.engine=vllm"
     listed = teacher.engine is not None and objective.divergence is not None
     yield "teacher.top_k", listed, "teacher.engine and objective.divergence"
+    estimator = objective.kl_coefficient > 0 or objective.kl_estimator == options.rule.kl_estimator
+    yield "objective.kl_estimator", estimator, "a kl_coefficient above 0"
+    own = ":" in objective.advantages
+    yield "objective.lam", own or objective.advantages == "gae", "objective.advantages=gae, as of algorithm=ppo"
+    discounts = own or objective.advantages in ("gae", "returns")
+    yield "objective.gamma", discounts, "objective.advantages=gae or returns, as of algorithm=ppo or reinforce++"
+    yield "max_batches", options.equal_groups == "resample", "equal_groups=resample"
     yield "objective.kl_coefficient", not options.rule.teacher, "another algorithm than on-policy-distillation"
     for name in ("clip_low", "clip_high"):
         by_algorithm = getattr(objective, name) == getattr(options.rule, name)
@@ -70,6 +80,7 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     names = "evaluation.samples evaluation.temperature evaluation.top_p evaluation.keep_best"
     yield names, held_out, "evaluation.prompts"
     yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
+    yield "rollouts.memory", "vllm" in (engine, teacher.engine), "rollouts.engine=vllm or teacher.engine=vllm"
     by_parallel = engine == "native" and (apart or options.backend == "parallel")
     needed = "rollouts.engine=native with backend=parallel"
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
@@ -123,6 +134,9 @@ def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
         yield f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
     if options.agent is not None and not re.fullmatch(r"[\w.]+:\w+", options.agent):
         yield f"agent={options.agent!r} must be module:function, such as my_agent:solve; a program is agent_command"
+    for name in ("agent_command", "agents.container"):
+        if options.value(name) is not None and not _words(options.value(name)):
+            yield f"{name}={options.value(name)!r} must be a command, such as 'python agent.py' or docker"
     if (environment := options.environment) is not None:
         if options.converses and not re.fullmatch(r"[\w.]+:\w+", environment):
             yield (
@@ -140,6 +154,14 @@ def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
             f"evaluation.samples={options.evaluation.samples} responses to a prompt are equal at "
             "evaluation.temperature=0; give a temperature, such as 1"
         )
+
+
+def _words(command: str) -> list[str]:
+    """Return the words of a command; none where it has none, or a quote without its end."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
 
 
 def _mistakes_of_objective(options: TrainOptions) -> Iterator[str]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, Folder, NotNegative, Number, Repeats, Sources, Text
-from rl_train.options.groups import PromptOptions, RewardOptions, RolloutOptions
+from rl_train.options.fields import Count, Folder, NotNegative, Number, Repeats, Sources, Text, text_of_numbers
+from rl_train.options.groups import DrawingEngine, PromptOptions, RewardProcesses
 from rl_train.options.nested import Nested, Options
 from rl_train.options.options import TrainOptions
 from rl_train.options.run_options import DEVICE
 
 # Options of training models, which a model that draws has no use for.
-_OF_TRAINING = ("lora", "base_format", "router_losses", "num_labels", "recompute", "offload_activations", "save_dtype")
+_OF_TRAINING = (
+    *("lora", "base_format", "router_losses", "num_labels", "recompute", "offload_activations", "save_dtype"),
+    *("keep_probabilities", "mtp_loss_scaling_factor", "share_prefixes"),
+)
 
 
 class GenerateOptions(Options):
@@ -35,7 +38,7 @@ class GenerateOptions(Options):
     """Nucleus sampling."""
     max_new_tokens: Count = 256
     """Maximum number of tokens of a response."""
-    stop_ids: Text | None = None
+    stop_ids: Annotated[Text, AfterValidator(text_of_numbers)] | None = None
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
     seed: int = 0
     """Seed of the sampling."""
@@ -50,7 +53,7 @@ class GenerateOptions(Options):
     engine: Annotated[BackendOptions, Nested(BackendOptions, hidden=_OF_TRAINING)] = Field(
         default_factory=BackendOptions
     )
-    rollouts: RolloutOptions = Field(default_factory=RolloutOptions)
+    rollouts: DrawingEngine = Field(default_factory=DrawingEngine)
 
     def train_options(self, out: Path, **further: Any) -> TrainOptions:
         """Return the options of a run that draws these responses in its evaluation; `out` is an empty folder."""
@@ -69,8 +72,12 @@ class GenerateOptions(Options):
 class EvaluateOptions(GenerateOptions):
     """The options of `rl-train evaluate`."""
 
+    prompts: Sources | None = None
+    """Rows with "text", "messages" or "tokens", as for train (default: those of --environment)."""
+    out: Folder | None = None
+    """File of JSON lines for the responses with their rewards (default: none)."""
     reward: Annotated[Text, Repeats] | None = None
-    """Rewards, as for train: exact-match, number-match, math-verify, regex or module:function, with commas."""
+    """Rewards, as for train: exact-match, number-match, math-verify, regex, judge:FILE or module:function."""
     environment: Text | None = None
     """Environment: reasoning_gym:TASK,option=number in place of --prompts, or module:class of several turns."""
-    rewards: RewardOptions = Field(default_factory=RewardOptions)
+    rewards: RewardProcesses = Field(default_factory=RewardProcesses)

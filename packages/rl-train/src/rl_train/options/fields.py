@@ -111,6 +111,13 @@ def text_of_numbers(text: str) -> str:
     return text
 
 
+def text_of_devices(text: str) -> str:
+    """Return a text of devices as it is; ValueError for another text."""
+    if not all(re.fullmatch(r"\s*(cpu|\d+|(GPU|MIG)-[\w/-]+)\s*", device) for device in text.split(",")):
+        raise ValueError("must be ids of devices with commas, such as 4,5, or cpu")
+    return text
+
+
 def device_ids(text: str | None) -> list[str] | None:
     """Return the ids of devices as in CUDA_VISIBLE_DEVICES, "" for a CPU, of a text such as "4,5" or "cpu"."""
     return None if text is None else [device.strip().replace("cpu", "") for device in text.split(",")]
@@ -121,7 +128,7 @@ def parse_betas(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ValueError("must be two numbers with a comma, such as 0.9,0.95") from None
+        raise ValueError("must be numbers with commas, such as 0.9,0.95") from None
 
 
 def lora_targets(text: str) -> str | list[str]:

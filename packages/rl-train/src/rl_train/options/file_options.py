@@ -39,7 +39,7 @@ class FileOptions(RunOptions):
     """Rows: .jsonl, .csv, .parquet, a pattern, a datasets folder, a URL or name:FILES of a hub; several with commas."""
     batch_size: Count = 64
     """Number of rows in a step, which is one optimizer step."""
-    epochs: Free[Positive | None] = None
+    epochs: Free[Annotated[Positive, Field(le=1e6)] | None] = None
     """Number of passes over the rows, in place of --steps."""
     # A recipe that learns from good answers takes larger steps than one that learns from scores.
     optimizer: Free[
@@ -160,6 +160,8 @@ def mistakes(options: FileOptions) -> Iterator[str]:
         yield f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead"
     if options.keeps_best and options.evaluation.dataset is None:
         yield "evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out"
+    if (count := options.engine.num_labels) not in (None, 1) and options.learned not in ("labels", "steps"):
+        yield f"engine.num_labels={count} needs rl-train reward --rows labels or steps; leave it out"
     if isinstance(options, DpoOptions):
         of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
         defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
@@ -20,14 +21,16 @@ from rl_train.options.fields import (
     Sources,
     Text,
     parse_betas,
+    text_of_devices,
 )
 
+DeviceIds = Annotated[Text, AfterValidator(text_of_devices)]
 # An option that has the algorithm's value where it is left out, and this default until then.
 LEFT_OUT: Any = None
 
 
 def _text_of_weights(text: str) -> str:
-    if text and not all(weight > 0 for weight in parse_betas(text)):
+    if text and not all(0 < weight < inf for weight in parse_betas(text)):
         raise ValueError(f"must be numbers above 0 with commas, such as 3,1; got {text}")
     return text
 
@@ -79,8 +82,8 @@ class DataOptions(PromptOptions, MixtureOptions):
     """Draw prompts whose mean reward so far is near this number more often than others (default: all alike)."""
 
 
-class RewardOptions(BaseModel):
-    """The processes of rewards and environments, and the shape of scores."""
+class RewardProcesses(BaseModel):
+    """The processes of rewards and environments."""
 
     model_config = CONFIG
 
@@ -90,6 +93,11 @@ class RewardOptions(BaseModel):
     """Seconds for each call of a reward, an environment or a tool; a call that takes longer is ended."""
     errors: Free[Literal["stop", "zero"]] = "stop"
     """A reward that raises, takes too long or is no finite number: stop the run, or count as 0."""
+
+
+class RewardOptions(RewardProcesses):
+    """The processes of rewards and environments, and the shape of scores."""
+
     overlong_buffer: CountOrZero = 0
     """Overlong penalty (DAPO): lower the score linearly by up to 1 over the last N tokens (0: off)."""
 
@@ -151,19 +159,29 @@ class CacheLimits(BaseModel):
     """Ranks that divide experts (ep) gather all of them to draw, exchange tokens, or do what suits (auto)."""
 
 
-class RolloutOptions(CacheLimits):
+class DrawingEngine(CacheLimits):
     """The engine that generates."""
 
     engine: Free[Text] = "native"
     """Engine: native (copies of the policy on --rollouts.devices), vllm, http://HOST:PORT (vLLM) or module:function."""
     memory: Free[Annotated[Number, Field(gt=0, lt=1)]] = 0.4
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
-    devices: Free[Text | None] = None
+    devices: Free[DeviceIds | None] = None
     """Separate devices of engines, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
     dims: Free[Text] = ""
     """Grid of each engine on --rollouts.devices, such as tp=2, or tp=2,ep=2 for experts (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
     """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
+
+    @property
+    def has_server(self) -> bool:
+        """Say whether a server that runs already generates."""
+        return self.engine.startswith(("http://", "https://"))
+
+
+class RolloutOptions(DrawingEngine):
+    """The engine that generates, and the weights that it draws with."""
+
     adapter: Free[bool] = False
     """Send vLLM only the adapters (--lora-rank), which it applies itself (default: merged weights)."""
     routing: bool = False
@@ -178,11 +196,6 @@ class RolloutOptions(CacheLimits):
     """Partial rollouts: draw N tokens at a time until a step has its responses; others go on in the next (0: off)."""
     stale_cache: Free[Literal["keep", "recompute"]] = "keep"
     """Keys and values of older weights, for responses in flight: keep, or recompute with the new weights."""
-
-    @property
-    def has_server(self) -> bool:
-        """Say whether a server that runs already generates."""
-        return self.engine.startswith(("http://", "https://"))
 
 
 class ImportanceOptions(BaseModel):
@@ -249,7 +262,7 @@ class TeacherOptions(BaseModel):
     """Column with the teacher's prompt, which may tell more than the policy's (default: the policy's prompt)."""
     engine: Free[Text | None] = None
     """Engine of the teacher: native or vllm on --teacher.devices, or http://HOST:PORT (default: the policy's ranks)."""
-    devices: Free[Text | None] = None
+    devices: Free[DeviceIds | None] = None
     """Devices of the teacher's engines, such as 4,5, or cpu."""
     dims: Free[Text] = ""
     """Grid of each engine of vLLM on --teacher.devices, such as tp=2 (default: one device)."""

@@ -85,8 +85,10 @@ FORMS: dict[str, Any] = {
 }
 
 
-# Help texts of fields whose default rl-train decides.
+# Help texts of fields whose default rl-train decides, or whose first sentence names no values.
 TEXTS = {
+    "rank": "Rank of low-rank adapters, which are trained in place of the weights (default: no adapters).",
+    "context_parallel": "Form where cp > 1: ulysses (exchange tokens for heads), ring (send keys and values) or heads.",
     "dtype": "Dtype of the weights: float32, bfloat16, or with megatron float16 (default: as stored; on a CPU without "
     "instructions for bfloat16, float32 in place of it).",
 }

@@ -105,7 +105,8 @@ class TrainOptions(RunOptions):
     agents: AgentOptions = Field(default_factory=AgentOptions)
     critic: CriticOptions = Field(default_factory=CriticOptions)
     sampling: Annotated[
-        SamplingOptions, Nested(SamplingOptions, hidden=("max_length", "n", "stop_ids", "seed"), max_new_tokens=256)
+        SamplingOptions,
+        Nested(SamplingOptions, hidden=("max_length", "n", "stop_ids", "seed", "log_probs"), max_new_tokens=256),
     ] = Field(default_factory=lambda: SamplingOptions(max_new_tokens=256))
     rollouts: RolloutOptions = Field(default_factory=RolloutOptions)
     objective: ObjectiveOptions = Field(default_factory=ObjectiveOptions)
