@@ -64,9 +64,9 @@ def _is_record(file: str, record: Any) -> bool:
     """Say whether a JSON value is a line of metrics or of samples."""
     if not (isinstance(record, dict) and type(record.get("step")) is int):
         return False
-    if file == LINES[0]:
-        return all(isinstance(value, int | float) for value in record.values())
-    return isinstance(record.get("reward"), int | float) and "prompt" in record
+    if file == LINES[1]:
+        return isinstance(record.get("reward"), int | float) and record.keys() >= {"prompt", "response"}
+    return all(isinstance(value, int | float) for value in record.values())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
