@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
+from rl_train.loop.scoring import Scored
 from rl_train.options.options import TrainOptions
 from rl_train.rewards import Response, judge
 from rl_train.rewards.function import NamedReward, Rewards, Scores, check_rewards, check_rows, parse_rewards
@@ -134,9 +136,17 @@ def test_a_text_is_judged_once_also_after_a_resume(
     assert judged(rubric(system="Be strict with {{ row.text }}", range=[0, 100]), "b", tmp_path).total == [0.09], (
         "another rubric has judgements of its own"
     )
+    elsewhere = rubric(system="Be strict with {{ row.text }}", url=f"http://localhost:{server.server_port}/v1")
+    assert judged(elsewhere, "b", tmp_path).costs["judge_calls"] == 1, "so has another server"
     (tmp_path / "run" / JUDGEMENTS).write_text("{}\n")
     with pytest.raises(ValueError, match=r"judgements.jsonl, line 1: not a judgement; remove the line"):
         judged(file, "b", tmp_path)
+
+
+def test_the_costs_of_the_batches_of_a_step_add_up() -> None:
+    parts = [Scored(torch.ones(1), {"style": torch.ones(1)}, 1, costs={"judge_calls": calls}) for calls in (2.0, 3.0)]
+    step = Scored.concatenate(parts)
+    assert (step.scores.tolist(), step.errors, step.costs) == ([1, 1], 2, {"judge_calls": 5})
 
 
 @pytest.mark.parametrize(
