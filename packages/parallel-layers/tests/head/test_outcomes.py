@@ -49,6 +49,24 @@ def test_listed_tokens_and_the_tail(name: str) -> None:
     assert_same(results(ours, hidden, weight, upstream), results(dense, hidden, weight, upstream))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_listed_tokens_that_have_all_the_mass_leave_the_tail_its_epsilon(name: str) -> None:
+    """Their rounded probabilities may sum up to more than 1; no divergence is infinite or NaN."""
+    hidden, weight, _, _, upstream = problem(23, 41)
+    ids, log_probs = torch.arange(4).expand(23, -1), torch.linspace(-1e-3, 1e-3, 23)[:, None] - math.log(4)
+    log_probs = log_probs.expand(-1, 4).clone()
+    tail = (1 - log_probs.to(hidden.dtype).exp().sum(1, keepdim=True)).clamp(min=torch.finfo(hidden.dtype).eps).log()
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_distillation(hidden, weight, TeacherTopK(ids, log_probs), divergence=name, **KINDS[name])
+
+    def dense(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_q = outcomes(materialised_log_probs(hidden, weight), ids)
+        return dense_divergence(torch.cat((log_probs, tail), 1), log_q, name, **KINDS[name])
+
+    assert_same(results(ours, hidden, weight, upstream), results(dense, hidden, weight, upstream))
+
+
 def test_gradient_of_samples_has_the_expectation_of_the_reverse_kl() -> None:
     """The expectation over every token that the student can draw, by its probability: value and gradient."""
     hidden, weight, teacher_hidden, teacher_weight, _ = problem(1, 41)
