@@ -83,7 +83,7 @@ class Pipeline:
             shape = (1 + len(others), len(micro_batches), *first.shape)
             result = torch.empty(shape, dtype=first.dtype, device=self.device)
             if last_outputs is not None:
-                torch.stack(last_outputs, out=result.view(-1, *first.shape))
+                torch.stack(last_outputs, out=result.flatten(1, 2))
             dist.broadcast(result, group=self.group, group_src=self.group.size() - 1)
         return [tuple(outputs) for outputs in result.unbind(1)]
 

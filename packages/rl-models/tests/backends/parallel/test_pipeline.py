@@ -189,7 +189,11 @@ def everything_in_fp64(group: ProcessGroup, path: Path, dims: ParallelDims) -> l
     """Scores, the norm of an update's gradient, and the values after the update."""
     model = load(group, path, dims, ActorCritic, dtype=torch.float64, optimizer=OptimizerOptions(0.1))
     batch = make_batch(dims, 0)
-    scores = list(model.log_probs(batch))
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="An output .* was resized")
+        scores = list(model.log_probs(batch))
+    torch.set_warn_always(False)
     metrics = model.update(batch, lambda inputs: LossTerms(inputs.log_probs + inputs.values))
     return [*scores, torch.tensor(metrics["grad_norm"]), model.values(batch)]
 
