@@ -303,3 +303,26 @@ def test_public_signatures_change_with_a_line_of_the_changelog(package: str, pyt
         f"public names of {package} are called otherwise: {changed}; add a line to its CHANGELOG.md, then run "
         "`uv run pytest tests/test_doors.py --record`"
     )
+
+
+def wrong_names(package: str, readme: str) -> list[str]:
+    """Return the names of the first table under "Names" that no door of a package has, as the table spells them."""
+    table = re.search(r"^## (?:Names|Table of names)\n.*?^\|(.*?)\n\n", readme, re.DOTALL | re.MULTILINE)
+    assert table is not None
+    cells = [row.split("|")[0] for row in table[1].split("\n|")[2:] if "`rl-train " not in row.split("|")[0]]
+    names = [name for cell in cells for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*)?`", cell)]
+    known = {f"{door}.{name}" for door, own in DOORS.items() for name in own}
+
+    def is_public(path: str) -> bool:  # a room, a name of a door, or a method of a class there
+        return path in DOORS or path in known or path.rpartition(".")[0] in known
+
+    return [name for name in names if not is_public(f"{package}.{name}")]
+
+
+# The tests of parallel-layers hold its table, which has another form.
+@pytest.mark.parametrize("package", sorted(MODULES.keys() - {"parallel-layers"}))
+def test_the_names_of_a_readme_are_at_the_doors_that_it_says(package: str) -> None:
+    module, readme = MODULES[package], (ROOT / "packages" / package / "README.md").read_text()
+    assert wrong_names(module, readme) == []
+    table = "## Names\n\n| name | what |\n|---|---|\n| `nowhere(path)` | x |\n\n"
+    assert wrong_names(module, table) == ["nowhere"]
