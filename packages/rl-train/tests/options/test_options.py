@@ -24,9 +24,11 @@ from rl_train.loop.run import _models
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.command import PANELS
 from rl_train.options.derived import check, engine_options, optimizer_options
+from rl_train.options.draw_options import EvaluateOptions
+from rl_train.options.file_options import DistillOptions, DpoOptions, RewardModelOptions
 from rl_train.options.groups import ImportanceOptions
 from rl_train.options.names import SHORT_NAMES, THEIRS
-from rl_train.options.nested import attribute_texts
+from rl_train.options.nested import Options, attribute_texts
 from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
 
@@ -372,6 +374,23 @@ def test_help_is_the_first_sentence_of_an_attribute() -> None:
     texts = attribute_texts(BackendOptions)
     assert set(texts) == {entry.name for entry in dataclasses.fields(BackendOptions)}
     assert all(text.endswith(".") and "\n" not in text for text in texts.values())
+
+
+@pytest.mark.parametrize("kind", [TrainOptions, EvaluateOptions, DpoOptions, RewardModelOptions, DistillOptions])
+def test_help_names_every_choice(kind: type[Options]) -> None:
+    def choices(hint: Any) -> set[Any]:
+        members = typing.get_args(hint)
+        return set(members) if typing.get_origin(hint) is typing.Literal else set().union(*map(choices, members))
+
+    for option in kind.leaves():
+        missing = [name for name in choices(option.field.annotation) if str(name) not in str(option.field.description)]
+        assert not [name for name in missing if isinstance(name, str)], option
+
+
+def test_evaluate_has_no_chat() -> None:
+    printed = CliRunner().invoke(app, ["evaluate", "--help"], env={"COLUMNS": "200"}).output
+    assert "chat on the terminal" not in printed
+    assert "standard output" not in printed.split("--out")[1].split("--", 1)[0]
 
 
 def test_only_megatron_takes_float16() -> None:

@@ -36,7 +36,7 @@ class Schedule:
     The factor is constant after `total_steps`.
 
     Attributes:
-        kind: The shape over time: "constant", "linear", "cosine", "wsd" or "inverse-sqrt" (`SCHEDULES`).
+        kind: The shape over time: "constant", "linear", "cosine", "wsd" or "inverse-sqrt".
         warmup_steps: Steps in which the factor rises to 1.
         total_steps: Steps of the run, including the warm-up; required by linear, cosine and wsd.
         decay_steps: Steps of the final decay; required by wsd.

@@ -97,8 +97,9 @@ class EngineOptions:
         dtype: The dtype of the parameters (None: as stored in the checkpoint). "megatron" alone trains fp16.
         sequence_parallel: Shard the tokens over tp between blocks, `[T/tp, H]` (None: where tp > 1).
         pipeline: The schedule and the split of the layers, for pp > 1.
-        context_parallel: The form where cp > 1. "ulysses": attention exchanges tokens for heads. "ring": attention
-            sends keys and values. Recurrent layers send states in both. "heads": both exchange tokens for heads.
+        context_parallel: The form of context parallelism, for cp > 1: "ulysses", "ring" or "heads". "ulysses":
+            attention exchanges tokens for heads. "ring": attention sends keys and values. Recurrent layers send states
+            in both. "heads": both exchange tokens for heads.
         router_losses: The losses of a mixture of experts; the coefficients of the config are ignored.
         recompute: Compute again in the backward instead of saving: "full", every layer; "selective", every MLP or
             mixture of experts; or numbers of layers, such as 0-3,9 (None: save everything).

@@ -25,14 +25,14 @@ class SamplingOptions:
         temperature: Divide the logits by this number; 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens (None: from all).
         top_p: Draw from the likeliest tokens that together have this probability.
-        min_p: Draw from the tokens whose probability is at least `min_p` times the largest (0: from all). min-p comes
-            first, then top-k, then top-p; see `parallel_layers.inference.truncate`.
+        min_p: Draw from the tokens whose probability is at least `min_p` times the largest (0: from all); min-p comes
+            first, then top-k, then top-p. See `parallel_layers.inference.truncate`.
         stop_ids: A response ends with the first of these tokens.
         seed: The seed of the draws; data-parallel ranks with the same seed still draw differently. A response's draws
             depend neither on the other responses nor on `max_sequences`.
         keep_sampling_mask: Normalise the log-probs over the tokens that top-k, top-p and min-p kept, and return these
             tokens, the `sampling_mask` of a batch.
-        log_probs: False: nobody reads the log-probs, so an engine that does not know them may return NaN.
+        log_probs: Return the log-probs of the draws; without, an engine that does not know them may return NaN.
 
     Raises:
         ValueError: An option is no number or out of its range, `stop_ids` are no integers, or `keep_sampling_mask`

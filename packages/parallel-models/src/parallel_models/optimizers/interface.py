@@ -26,7 +26,7 @@ class OptimizerOptions:
         learning_rate: The learning rate, which the schedule multiplies.
         betas: AdamW's decays of the mean gradient and of the mean squared gradient, such as 0.9,0.95.
         eps: AdamW's epsilon, in the denominator.
-        weight_decay: The decay of matrices. See `parallel_layers.training.has_weight_decay`.
+        weight_decay: The decoupled weight decay, of matrices alone. See `parallel_layers.training.has_weight_decay`.
         max_grad_norm: Scale the gradient of the whole model down to this norm; infinity: never.
         schedule: The schedule over the optimizer's steps.
         algorithm: The algorithm: "adamw", or "muon" for the weight matrices of the layers and AdamW for the rest. See

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 
 from ckpt.cli import printable
@@ -83,7 +82,7 @@ def quickstart(
 @app.command("score", epilog=examples("rl-train score --model MODEL --data texts.jsonl --out scores.jsonl"))
 def score(
     model: Annotated[Path, typer.Option(help="Checkpoint folder, or name on a hub, of a causal language model.")],
-    data: Annotated[Path, typer.Option(help=escape('File of JSON lines: {"tokens": [ids]} or {"text": "..."}.'))],
+    data: Annotated[Path, typer.Option(help='Rows with "tokens", "text" or "messages", as --prompts of train.')],
     dims: Annotated[
         str, typer.Option(help="Grid of ranks: dp, tp, pp, cp, ep, replicate, such as tp=2,pp=2 (default: one rank).")
     ] = "",

@@ -43,7 +43,7 @@ class GenerateOptions(Options):
     seed: int = 0
     """Seed of the sampling."""
     dims: Text = ""
-    """Grid of ranks: sizes of dp, tp, pp, cp, ep, such as dp=2,tp=2 (default: one rank)."""
+    """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
     backend: Text = "parallel"
     """Backend of the model: parallel, transformers or megatron."""
     device: Text | None = Field(default=None, description=DEVICE)
@@ -75,7 +75,7 @@ class EvaluateOptions(GenerateOptions):
     prompts: Sources | None = None
     """Rows with "text", "messages" or "tokens", as for train (default: those of --environment)."""
     out: Folder | None = None
-    """File of JSON lines for the responses with their rewards (default: none)."""
+    """File of JSON lines for the responses and their rewards (default: none)."""
     reward: Annotated[Text, Repeats] | None = None
     """Rewards, as for train: exact-match, number-match, math-verify, regex, judge:FILE or module:function."""
     environment: Text | None = None

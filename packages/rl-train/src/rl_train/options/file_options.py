@@ -140,7 +140,7 @@ class DistillOptions(FileOptions):
     teacher: Folder
     """Checkpoint folder of the teacher, with the policy's tokenizer."""
     divergence: DivergenceName = "forward_kl"
-    """Divergence from the teacher over the whole vocabulary, of the tokens that are learned."""
+    """Divergence from the teacher: forward_kl, reverse_kl, jensen_shannon, skewed_forward_kl or skewed_reverse_kl."""
     mixture: Fraction | None = None
     """Share in the mixture of --divergence jensen_shannon (the teacher's) and of the skewed KLs."""
     temperature: Positive = 1.0

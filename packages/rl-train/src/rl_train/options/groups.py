@@ -92,7 +92,7 @@ class RewardProcesses(BaseModel):
     timeout: Free[Positive] = 60.0
     """Seconds for each call of a reward, an environment or a tool; a call that takes longer is ended."""
     errors: Free[Literal["stop", "zero"]] = "stop"
-    """A reward that raises, takes too long or is no finite number: stop the run, or count as 0."""
+    """Reward that raises, takes too long or is no finite number: stop the run, or zero: count the reward as 0."""
 
 
 class RewardOptions(RewardProcesses):
@@ -133,7 +133,7 @@ class CriticOptions(BaseModel):
     dims: Free[Text | None] = None
     """Grid of the critic, with as many ranks as the policy's grid (default: the policy's grid)."""
     share_backbone: bool = False
-    """Make the critic a head on the policy's layers and train both with one loss (backend parallel)."""
+    """Make the critic a head on the policy's layers and train both with one loss (not with backend megatron)."""
     learning_rate: Positive = 1e-5
     """Learning rate of the critic."""
     value_clip: NotNegative = 0.2
@@ -171,7 +171,7 @@ class DrawingEngine(CacheLimits):
     dims: Free[Text] = ""
     """Grid of each engine on --rollouts.devices, such as tp=2, or tp=2,ep=2 for experts (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
-    """Draw with weights in FP8: vLLM's in blocks of 128 x 128, the native engine's by rows (default: in --dtype)."""
+    """fp8: draw with weights in FP8, vLLM's by blocks of 128 x 128, the native engine's by rows (default: --dtype)."""
 
     @property
     def has_server(self) -> bool:
@@ -206,7 +206,7 @@ class ImportanceOptions(BaseModel):
     cap: Positive | None = None
     """Importance sampling: weight tokens by p_train / p_rollout, at most this number (default: off)."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """Truncate ratios above --importance-cap (TIS), or mask: learn nothing from such tokens (MIS)."""
+    """Ratios above --importance-cap: truncate them (TIS), or mask: learn nothing from such tokens (MIS)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio p_train / p_rollout of a token, of a sequence (their product), or geometric (their geometric mean)."""
     floor: NotNegative = 0.0
@@ -225,7 +225,8 @@ class ObjectiveOptions(BaseModel):
     loss: Text = LEFT_OUT
     """Loss of the policy: ppo, gspo, cispo, sapo, dro, or a custom module:function (default: the algorithm's loss)."""
     divergence: DivergenceName | None = None
-    """Divergence from the teacher over the whole vocabulary (default: the reverse KL's estimator at drawn tokens)."""
+    """Divergence from the teacher over the whole vocabulary: forward_kl, reverse_kl, jensen_shannon, skewed_forward_kl
+    or skewed_reverse_kl (default: the reverse KL's estimator at drawn tokens)."""
     mixture: Fraction | None = None
     """Share in the mixture of --objective.divergence jensen_shannon (the teacher's) and of the skewed KLs."""
     clip_low: NotNegative = LEFT_OUT
