@@ -27,6 +27,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 README = (PACKAGE / "README.md").read_text()
 ROOT = PACKAGE.parents[1]
 SECTION = (ROOT / "docs" / "rl-train.md").read_text().split("\n## Command line\n")[1]
+ROLLOUTS = (ROOT / "docs" / "rollouts.md").read_text()
 COMMANDS: Any = typer.main.get_command(app)
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions,
@@ -70,7 +71,7 @@ def test_the_commands_have_the_options_and_defaults_that_it_prints() -> None:
 
 def test_the_options_in_its_text_exist() -> None:
     known = {name for command in COMMANDS.commands for name in defaults(command)} | {"--help"}
-    named = set(re.findall(r"`(--[a-z0-9.-]*[a-z0-9])", README + SECTION))
+    named = set(re.findall(r"`(--[a-z0-9.-]*[a-z0-9])", README + SECTION + ROLLOUTS))
     assert len(named) > 10
     assert named <= known
 
