@@ -49,7 +49,7 @@ def in_peft_names(pairs: Iterable[tuple[str, Tensor]], layout: AdapterLayout) ->
 
 
 def adapter_shapes(layout: AdapterLayout) -> dict[str, Canonical]:
-    """Return the tensors of `in_peft_names`."""
+    """Return the names and shapes of an adapter's tensors in PEFT's files."""
     names = (name for name in layout.canonical if name not in HEADS)
     return {_PREFIX + name: Canonical(file_shape(layout.stored_shape(name))) for name in names}
 

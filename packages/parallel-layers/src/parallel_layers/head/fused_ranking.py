@@ -33,7 +33,7 @@ MAX_TOP = 64
 
 
 class Ranking(NamedTuple):
-    """Where the forward counts the entries before each label, and puts the maxima of groups of entries."""
+    """Tensors that the forward fills: the number of entries before each label, and the maxima of groups of entries."""
 
     labels: Tensor
     """`[T]` int64, counted from the tiles' first entry."""

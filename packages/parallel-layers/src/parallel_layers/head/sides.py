@@ -103,7 +103,7 @@ def _tile_shape(sides: Sequence[Side], rows_of_rank: int | None) -> tuple[int, i
 
 
 class Gradients(NamedTuple):
-    """Where the gradients of a head's hidden states and rows are added; None: not computed."""
+    """The tensors to which the gradients of a head's hidden states and rows are added; None: not computed."""
 
     hidden_TH: Tensor | None
     """In fp32 (fp64)."""

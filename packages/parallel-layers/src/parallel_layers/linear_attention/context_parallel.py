@@ -214,7 +214,7 @@ def context_parallel_convolution(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, None]:
-    """`short_convolution` over tokens in the layout of `split_sequence`, this rank's `[T/n, C]` -> `[T/n, C]`, None.
+    """`short_convolution` over this rank's tokens, in the layout of `split_sequence`: `[T/n, C]` -> (`[T/n, C]`, None).
 
     Forward: an all-gather of the last min(W - 1, L) tokens of each slice; backward: a reduce-scatter of gradients.
 

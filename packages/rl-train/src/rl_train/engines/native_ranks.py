@@ -194,7 +194,7 @@ class _Rank(Native):
 
 
 class _Meeting(NamedTuple):
-    """Where the ranks of an engine meet: the port of a store on this machine, their number, and their time limit."""
+    """The store where the ranks of an engine meet: its port on this machine, their number, and their time limit."""
 
     port: int
     size: int

@@ -56,7 +56,7 @@ class PromptOptions(RowOptions):
 
 
 class MixtureOptions(BaseModel):
-    """How rows of several sources are mixed and shuffled."""
+    """The mixture of rows from several sources, and their shuffling."""
 
     model_config = CONFIG
 

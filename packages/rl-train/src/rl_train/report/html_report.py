@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 class RunFiles:
-    """What the files of a run say, which may still be running.
+    """The content of the files of a run, which may still be running.
 
     Args:
         folder: The folder of the run, or its URL.

@@ -70,7 +70,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float | Decimal:
 
 def _text(response: Any) -> str:
     if not isinstance(response, str):
-        raise ValueError("ready rewards read text, and the checkpoint has no tokenizer.json")
+        raise ValueError("ready rewards read text, and the checkpoint has no tokenizer.json; copy that file beside it")
     return response
 
 

@@ -149,7 +149,7 @@ class Rubric(BaseModel):
             ValueError: A template uses a field that the row has not, or the checkpoint has no tokenizer.
         """
         if not isinstance(response, str):
-            raise ValueError("judges read text, and the checkpoint has no tokenizer.json")
+            raise ValueError("judges read text, and the checkpoint has no tokenizer.json; copy that file beside it")
         values = {"answer": row["answer"]} if "answer" in row else {}
         try:
             messages = [
