@@ -21,7 +21,8 @@ Destination = Annotated[
     ),
 ]
 Target = Annotated[
-    str | None, typer.Option("--target", help="parallel, megatron or megatron_te (default: the source's).")
+    str | None,
+    typer.Option("--target", help="Names of the tensors: parallel, megatron or megatron_te (default: the source's)."),
 ]
 
 
@@ -95,9 +96,9 @@ def merge(
     """Write a Hugging Face checkpoint, or a checkpoint of Megatron-Core, from a checkpoint of any kind.
 
     A source is a Hugging Face folder, a sharded folder, a run or a step of Megatron-Core (torch_dist), a LoRA adapter
-    of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. A
-    training run (save_training) becomes a run of Megatron-Core with its optimizer state, and --to training goes back;
-    --to hf writes its weights.
+    of PEFT, which is merged into its base, or torch's pickled weights. Pickles are read without running code. With
+    --to megatron a training run (save_training) keeps its optimizer state, and --to training goes back; with --to hf
+    its weights alone are written.
     """
     from ckpt.training.runs import folder_name
     from ckpt.training.saved_step import is_training

@@ -48,7 +48,9 @@ def plan(
     vpp: common.Vpp = 1,
     ep: common.Ep = 1,
     etp: common.Etp = None,
-    target: Annotated[str, typer.Option("--target", help="parallel, megatron or megatron_te.")] = "parallel",
+    target: Annotated[
+        str, typer.Option("--target", help="Names of the tensors: parallel, megatron or megatron_te.")
+    ] = "parallel",
     layers: common.Layers = None,
     vocab_multiple: common.VocabMultiple = 1,
     dtype: common.Dtype = None,
