@@ -61,9 +61,7 @@ class Devices:
         name = accelerator.type if accelerator is not None and count else None
         if device not in (None, "cpu", name):
             if device == GPU:
-                raise ValueError(
-                    "device='cuda' was asked for, but torch finds no CUDA device; use cpu, or install a CUDA build of torch"
-                )
+                raise ValueError("torch finds no CUDA device for device='cuda'; use cpu, or a CUDA build of torch")
             raise ValueError(
                 f"device={device!r} must be cpu or cuda, or another accelerator that torch finds (here: {name})"
             )
