@@ -74,16 +74,25 @@ def test_a_file_whose_name_looks_like_a_pattern(
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
 @pytest.mark.parametrize("at_url", [False, True])
 def test_patterns_of_files_and_folders_at_urls(
-    model: Path, tmp_path: Path, upload: Callable[[Path, str], None], kind: str, *, at_url: bool
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    upload: Callable[[Path, str], None],
+    kind: str,
+    *,
+    at_url: bool,
 ) -> None:
     for name, row in zip("bca", (ROWS[1], ROWS[2], ROWS[0]), strict=True):
         (tmp_path / name).mkdir()
         file = write(kind, tmp_path / name, [row]).name
     upload(tmp_path, "memory://rows")
+    listings, files = list[bool](), type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(files, "invalidate_cache", lambda *_: listings.append(True))
     base = "memory://rows" if at_url else tmp_path
     found = read_prompts(path := Path(f"{base}/*/{file}"), model, 9, columns="text=question")
     assert [prompt.row["question"] for prompt in found] == [row["question"] for row in ROWS]
     assert [prompt.line for prompt in found] == [1, 2, 3]
+    assert bool(listings) == at_url, "stores keep listings of before"
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}, row 2: 4 tokens are more than --max-tokens 3"):
         read_prompts(path, model, 3, columns="text=question")
     with pytest.raises(ValueError, match=r"no file matches .*/d/\*; give the pattern of existing files"):

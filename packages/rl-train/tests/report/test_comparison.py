@@ -28,6 +28,7 @@ def runs(tmp_path: Path) -> list[Path]:
             | {"seconds_learning": 1.5 + number, "seconds_generating": 0.5}
             for step in range(1, 5 - number)
         ]
+        metrics.insert(0, {"step": 0, "own": 1.0})  # an evaluation before the first step takes no part in its means
         sample = {"response": f"of {folder.name}", "response_length": 4, "truncated": False}
         prompts = {1: "prompt 1", 2: "prompt 2", 3: f"prompt of {folder.name}"}
         samples = [
