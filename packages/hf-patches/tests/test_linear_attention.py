@@ -10,6 +10,7 @@ import transformers
 from comparing import STATELESS_ONLY, assert_gradients_equal, gradients, recurrent, scalar_loss
 
 from hf_patches import Patch, linear_attention, patch, share_prefixes
+from hf_patches.batch import plan_batch
 from hf_patches.families import vision_of
 from hf_patches.families.table import RECURRENT
 from hf_patches.linear_attention import find_mixers
@@ -56,6 +57,21 @@ def test_another_recurrence_is_found(monkeypatch):
     monkeypatch.setattr(linear_attention, "gated_delta_rule", forgets_faster)
     with pytest.raises(RuntimeError, match=r"the packed form of Qwen3_5GatedDeltaNet computes something else"):
         patch(tiny_model(DENSE))
+
+
+@pytest.mark.parametrize("model_type", recurrent("granitemoehybrid"))
+def test_limits_of_the_steps_are_those_of_transformers(model_type):
+    """Almost every step is outside of these limits, and the proof compares with transformers' own code."""
+    patch(tiny_model(model_type, time_step_limit=(0.05, 0.1)))
+
+
+def test_an_operand_that_we_do_not_know_is_refused():
+    plan = plan_batch(PackedSequence.from_sequences(random_sequences((3,), 61)), None, "auto")
+    x, steps = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 2)
+    operands = (x, steps, -torch.ones(2), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4))
+    linear_attention.packed_state_space(*operands, dt_softplus=True, hf_patches_plan=plan, position_ids=x)
+    with pytest.raises(ValueError, match="the state space got z, which a packed batch ignores"):
+        linear_attention.packed_state_space(*operands, hf_patches_plan=plan, z=x)
 
 
 def test_tokens_that_mix_elsewhere_in_the_layer_are_found():

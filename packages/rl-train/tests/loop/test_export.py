@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ckpt import Checkpoint, layout_for, load_hf, merge, save_training
 from rl_models import Actor, OptimizerOptions
 from rl_models.api import WholeBatches
 from rl_train.cli.commands import app
 from rl_train.loop.checked_examples import check_examples
-from rl_train.loop.export import open_step
+from rl_train.loop.export import export, open_step
 from rl_train.loop.file_objectives import OBJECTIVES
 from rl_train.loop.file_recipe import FileRecipe
 from rl_train.loop.folder import write_options
@@ -79,6 +80,20 @@ def test_the_last_step_is_the_result_of_the_run(
     over = CliRunner().invoke(app, ["export", str(run), str(model)])
     assert over.exit_code == 2
     assert "is the model that the run began with; choose another folder" in " ".join(over.output.split())
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)])
+def test_the_result_has_the_dtype_of_the_model(
+    dtype: str | None, expected: torch.dtype, model: Path, tmp_path: Path
+) -> None:
+    """Some CPUs train a model of bfloat16 in float32."""
+    merge(model, tmp_path / "model", dtype=torch.bfloat16)
+    options = DpoOptions(model=tmp_path / "model", dataset=Path("rows.jsonl"), out=tmp_path / "run", dtype=dtype)
+    write_options(options)
+    layout = layout_for(model)
+    save_training(options.out / "training" / "actor", 1, load_hf(model, layout), layout)
+    export(options.out, tmp_path / "out", lambda done, total: None)
+    assert Checkpoint.open(tmp_path / "out").dtype == expected
 
 
 def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> None:
