@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckpt import Grid, layout_for, load_hf, merge, reshard, verify
+from ckpt.files.written_files import FilePlan, create_files
 from ckpt.transfer.sources import open_source
 
 Checkpoints = Callable[..., Path]
@@ -193,6 +194,26 @@ def test_a_place_with_a_tensor_of_another_type_is_named(checkpoint: Checkpoints,
         verify(tmp_path / "a", tmp_path / "b")
     with pytest.raises(ValueError, match=message):
         merge(tmp_path / "b", tmp_path / "c")
+
+
+def test_damage_in_a_file_of_which_nothing_is_copied_is_found(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """A file of tensors that layouts ignore; its damage says that the copy of the folder has failed."""
+    source = tmp_path / "source"
+    merge(checkpoint("llama"), source, max_shard_size="20KB")
+    ignored = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    plan = FilePlan({"ignored.safetensors": {ignored: (torch.float32, (4,))}})
+    create_files(source, plan)
+    plan.complete(source)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"][ignored] = "ignored.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    merge(source, tmp_path / "out")
+    file = source / "ignored.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    for step in (lambda out: merge(source, out), lambda out: reshard(source, out, Grid(tp=2))):
+        with pytest.raises(ValueError, match=f"{re.escape(ignored)} in .*ignored.safetensors is damaged"):
+            step(tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"format": "fp8"}], ids=str)
