@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from rl_models.losses import discounted_returns, grpo_advantages, overlong_penalty, rloo_advantages
 
@@ -31,6 +31,15 @@ def test_rloo_equals_the_definition(rows: list[tuple[float, int]]) -> None:
     for i, (score, group) in enumerate(rows):
         others = [other for j, (other, of) in enumerate(rows) if of == group and j != i]
         assert actual[i].item() == pytest.approx(score - statistics.fmean(others), rel=1e-5, abs=1e-5)
+
+
+@given(st.floats(-5, 5), st.integers(2, 40))
+@example(0.1, 3)
+def test_equal_scores_have_no_advantage(score: float, size: int) -> None:
+    """Not even that of rounding, which an optimizer would scale up where all groups have equal scores."""
+    scores, groups = torch.full((size,), score, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    for advantages in (grpo_advantages(scores, groups), rloo_advantages(scores, groups)):
+        assert advantages.tolist() == [0.0] * size
 
 
 def test_discounted_returns_skip_what_is_no_action() -> None:

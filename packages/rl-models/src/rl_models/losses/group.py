@@ -15,12 +15,17 @@ from rl_models.losses.terms import require_tensors
 
 
 def _by_group(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of each sequence's group, the sizes of the groups, and the scores in fp64."""
+    """Return the number of each sequence's group, the sizes of the groups, and the scores above the smallest, in fp64.
+
+    No advantage depends on the smallest score of a group. Without it equal scores have a mean without rounding.
+    """
     require_tensors(scores=scores, groups=groups)
     if scores.dim() != 1 or groups.shape != scores.shape:
         raise ValueError(f"scores and groups must both be [N], got {list(scores.shape)} and {list(groups.shape)}")
     _, number = torch.unique(groups, return_inverse=True)
-    return number, torch.bincount(number), scores.detach().double()
+    sizes, scores = torch.bincount(number), scores.detach().double()
+    smallest = scores.new_full(sizes.shape, torch.inf).scatter_reduce(0, number, scores, "amin")
+    return number, sizes, scores - smallest[number]
 
 
 def grpo_advantages(scores: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
