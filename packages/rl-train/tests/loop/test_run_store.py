@@ -171,6 +171,22 @@ def test_failed_uploads_are_told_and_the_last_one_is_an_error(
     assert told == [{"message": f"{URL} is behind {here}"}]
 
 
+def test_a_machine_that_is_behind_another_one_removes_nothing(machine: Machine) -> None:
+    here = machine("here")
+    run = store(here)
+    save(here, 1)
+    run.push()
+    there = machine("there")
+    store(there).pull()
+    save(there, 2)
+    store(there).push()
+    with pytest.raises(ValueError, match=r"another machine goes on with this run: .* has step-00000002, which "):
+        run.push()
+    assert fsspec.filesystem("memory").exists("/bucket/run/training/actor/step-00000002/state.json")
+    save(here, 3)
+    run.push()
+
+
 def test_a_checkpoint_that_is_pruned_during_its_upload_is_not_whole(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,14 +71,24 @@ class RunStore:
                 os.replace(partial, target)
 
     def push(self) -> None:
-        """Upload what has changed, and remove checkpoints and rollouts that this machine has removed."""
+        """Upload what has changed, and remove checkpoints and rollouts that this machine has removed.
+
+        Raises:
+            ValueError: The store has a later checkpoint, of another machine, which the upload would remove.
+        """
+        names = self._names()
+        if (newest := self._newest(names).strip()) > self._newest_here():
+            raise ValueError(
+                f"another machine goes on with this run: {self._store.url} has {newest}, which {self._folder} lacks; "
+                "let one machine alone run it"
+            )
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         here = dict[str, tuple[int, int]]()
         for file in files:
             name = file.relative_to(self._folder).as_posix()
             if not any(part.startswith(".") for part in name.split("/")) and (facts := _facts(file)) is not None:
                 here[name] = facts
-        there, changed = set(self._names()), {name for name in here if self._sent.get(name) != here[name]}
+        there, changed = set(names), {name for name in here if self._sent.get(name) != here[name]}
         for mark in {f"{os.path.dirname(name)}/{mark}" for name in changed for mark in _MARKS} & here.keys():
             changed.add(mark)
             if mark in there:
