@@ -96,7 +96,7 @@ def test_the_result_has_the_dtype_of_the_model(
     assert Checkpoint.open(tmp_path / "out").dtype == expected
 
 
-def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> None:
+def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(
         model=model,
         prompts=tmp_path / "p",
@@ -115,6 +115,7 @@ def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path) -> Non
     (step.parent / "latest").write_text("step-00000003\n")
     with open_step(tmp_path / "run" / "training" / "critic") as saved:
         assert (saved.options, saved.step) == (options, 3)
+    monkeypatch.chdir(tmp_path / "run")  # whose options.json is beside no URL
     for elsewhere in (tmp_path / "elsewhere", Path("memory://elsewhere")):
         with (
             pytest.raises(ValueError, match=r"is in no run, a folder with options\.json; give the --out of a run"),

@@ -51,8 +51,9 @@ def open_step(path: Path) -> Iterator[SavedModel]:
     Raises:
         ValueError: The path is no run's, or there is no such checkpoint; names those that there are.
     """
-    absolute = path if Store.of(path) else path.absolute()
-    run = next((folder for folder in (path, *absolute.parents) if exists(folder / MARK)), None)
+    # Above the bucket of a URL pathlib has the working folder.
+    folders = [path, *filter(Store.of, path.parents)] if Store.of(path) else [path, *path.absolute().parents]
+    run = next((folder for folder in folders if exists(folder / MARK)), None)
     if run is None:
         raise ValueError(f"{path} is in no run, a folder with {MARK}; give the --out of a run, or a step in it")
     with mirrored(run, lambda name: name == MARK or name.startswith("training/")) as local:
