@@ -90,7 +90,7 @@ def test_a_cancelled_request_ends(pool: InFlightPool, service: PoolService) -> N
         futures[number].cancel()
     expected = [response for ((response,),) in (pool.begin([request], SAMPLING)() for request in REQUESTS[:3:2])]
     assert [futures[0].result(60).tokens, futures[2].result(60).tokens] == [one.tokens for one in expected]
-    _wait(lambda: not pool.engines[0]._calls)
+    _wait(lambda: not pool.engines[0]._calls and not any(pool._open.values()))
     assert not [drawing for drawing in pool.drawings if not drawing.done()]
 
 
