@@ -169,7 +169,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for arguments, message in (
-        (["--model", str(empty), "--data", str(data)], "config.json does not exist"),
+        (["--model", str(empty), "--data", str(data)], "is no checkpoint folder (it has no config.json)"),
         (["--model", str(model), "--data", str(tmp_path / "none.jsonl")], "none.jsonl does not exist; give a"),
         (
             ["--model", str(model), "--data", str(data), "--critic", str(empty), "--device", "cpu"],
