@@ -36,7 +36,7 @@ def test_rloo_equals_the_definition(rows: list[tuple[float, int]]) -> None:
 @given(st.floats(-5, 5), st.integers(2, 40))
 @example(0.1, 3)
 def test_equal_scores_have_no_advantage(score: float, size: int) -> None:
-    """Not even that of rounding, which an optimizer would scale up where all groups have equal scores."""
+    """Rounding would leave tiny advantages, which an optimizer scales up where all groups have equal scores."""
     scores, groups = torch.full((size,), score, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     for advantages in (grpo_advantages(scores, groups), rloo_advantages(scores, groups)):
         assert advantages.tolist() == [0.0] * size
