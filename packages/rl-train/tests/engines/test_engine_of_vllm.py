@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from importlib import metadata
@@ -20,10 +21,12 @@ from transformers import GptOssConfig, LlamaConfig
 
 import ckpt
 from parallel_layers import ParallelDims
+from parallel_layers.device import ASKS_NVML
 from parallel_layers.model import LoraOptions
 from parallel_models import SamplingOptions
 from rl_train.engines import Vllm
 from rl_train.engines.interface import EngineEnded
+from rl_train.engines.vllm import _ENVIRONMENT
 from rl_train.engines.vllm_engine import adapters_of
 from rl_train.engines.vllm_requests import DrawnTokens
 from rl_train.processes.errors import portable
@@ -90,6 +93,24 @@ def test_the_grid(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for dims in (ParallelDims(dp=2), ParallelDims(cp=2), ParallelDims(tp=4, ep=2)):
         with pytest.raises(ValueError, match=r"must have tp and pp alone, and ep=1 or ep=tp: .* to more engines"):
             Vllm(model, dims=dims)
+
+
+def test_the_driver_of_gpus_is_not_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM forks its workers, which cannot use CUDA where their parent has asked its driver for GPUs."""
+    monkeypatch.setattr("rl_train.engines.vllm._ENVIRONMENT", _ENVIRONMENT)
+    for name in _ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    asked = list[str | None]()
+
+    def is_available() -> bool:
+        asked.append(os.environ.get(ASKS_NVML))
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    Vllm(model, dims=ParallelDims(tp=2)).close()
+    assert asked
+    assert set(asked) == {"1"}
 
 
 NEMOTRON: dict[str, Any] = {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt import Checkpoint
 from ckpt.layout import quantization_of
 from parallel_layers import ParallelDims
-from parallel_layers.device import gpu
+from parallel_layers.device import ASKS_NVML, gpu
 from parallel_models import SamplingOptions
 from parallel_models.engine import stored_dtype
 from rl_train.engines.adapters_in_vllm import has_stacked_experts, write_adapter
@@ -30,8 +30,10 @@ from rl_train.weight_sync.buckets import NamedTensors, Quantization, WeightForma
 from rl_train.weight_sync.sender import WeightSender, WorkersOf
 from rl_train.weight_sync.transport import BucketMissed, WeightMessage
 
-# Read by vLLM when it is imported and when it starts. What the user has set stays.
+# Read by vLLM when it is imported and when it starts. What the user has set stays. vLLM forks its workers, and a fork
+# cannot use CUDA where this process has asked the driver for GPUs; NVML may be asked.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+_ENVIRONMENT |= {ASKS_NVML: "1"}
 # The largest ranks of adapters that vLLM makes room for.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Seconds that a step waits for responses; other calls wait meanwhile.
@@ -82,6 +84,7 @@ class Vllm:
         **options: Any,
     ) -> None:
         require_vllm()
+        os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
         self._model = str(model)
         require_grid(dims, routing=routing)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -101,7 +104,6 @@ class Vllm:
             raise ValueError(
                 f"quantization={quantization!r} needs all weights, not adapters alone; leave one of them out"
             )
-        os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
         import vllm  # takes 10 to 20 s, and only this engine needs it
         from vllm.usage.usage_lib import UsageContext
 
