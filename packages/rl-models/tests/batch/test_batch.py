@@ -48,8 +48,21 @@ def test_a_batch_without_a_drawn_token_leaves_the_others_their_sampling_masks() 
     joined = Batch.concatenate([drawn, nothing, drawn])
     assert joined.sampling_mask is not None
     assert joined.sampling_mask.tolist() == [[], [2, 3], [], [], [], [], [2, 3]]
-    assert Batch.concatenate([drawn, unknown]).sampling_mask is None
     assert Batch.concatenate([nothing, nothing]).sampling_mask is None
+    with pytest.raises(ValueError, match=r"batches \[1\] of 2 have masked tokens without a sampling mask"):
+        Batch.concatenate([drawn, unknown])
+
+
+def test_tokens_of_batches_without_routing_are_left_to_the_routers() -> None:
+    """A draw may have no call of an engine, which alone reports the experts."""
+    experts = torch.arange(8, dtype=torch.int16).view(2, 2, 2)
+    routed, plain = Batch.from_sequences([[1, 2]], routing=[experts]), Batch.from_sequences([[3], [4, 5]])
+    filler = torch.full((3, 2, 2), -1, dtype=torch.int16)
+    for batches, expected in (([plain, routed], [filler, experts]), ([routed, plain], [experts, filler])):
+        routing = Batch.concatenate(batches)["routing"]
+        assert routing.dtype == torch.int16
+        assert torch.equal(routing, torch.cat(expected))
+    assert Batch.concatenate([plain, plain]).fields == {}
 
 
 @given(rows)

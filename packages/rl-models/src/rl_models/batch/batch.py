@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_layers.head import SamplingMask
+from rl_models.batch.rows import are_integers, cat_rows, sequence_ids
 from rl_models.batch.visual import Visual, VisualInputs
 
 
@@ -125,9 +126,9 @@ class Batch:
                     f"{name} has the shapes {shapes}; give a number for each token of the sequences, which are of the "
                     f"lengths {list(lengths)}"
                 )
-            flat[name] = _cat(tensors, torch.float32, device)
-        tokens = _cat(rows, torch.int64, device)
-        mask = _cat(masks, torch.bool, "cpu").to(tokens.device)
+            flat[name] = cat_rows(tensors, torch.float32, device)
+        tokens = cat_rows(rows, torch.int64, device)
+        mask = cat_rows(masks, torch.bool, "cpu").to(tokens.device)
         sampling_mask = None if sampling_mask is None else sampling_mask.to(tokens.device)
         return cls(tokens, lengths, mask, flat, tuple(visual), sampling_mask)
 
@@ -170,12 +171,27 @@ class Batch:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Batch]) -> Batch:
-        """Concatenate all sequences, with the fields and the sampling mask of all (that need one)."""
+        """Concatenate all sequences, with the fields that all batches have.
+
+        Where some batches have the field `routing`, the rows of the others are -1, so that the routers choose. A
+        sampling mask has rows without ids for a batch without masked tokens.
+
+        Raises:
+            ValueError: There are no batches, or a sampling mask beside masked tokens without one.
+        """
         if not batches:
             raise ValueError("concatenate needs at least one batch")
+        if routed := [batch["routing"] for batch in batches if "routing" in batch.fields]:
+            rows = [routed[0].new_full((batch.num_tokens, *routed[0].shape[1:]), -1) for batch in batches]
+            batches = [b.with_fields(**{"routing": r, **b.fields}) for b, r in zip(batches, rows, strict=True)]
         names = set.intersection(*(set(batch.fields) for batch in batches))
-        lacking = [batch for batch in batches if batch.sampling_mask is None]
-        known = len(lacking) < len(batches) and not any(batch.mask.any() for batch in lacking)
+        known = any(batch.sampling_mask is not None for batch in batches)
+        lacking = [n for n, batch in enumerate(batches) if batch.sampling_mask is None and bool(batch.mask.any())]
+        if known and lacking:
+            raise ValueError(
+                f"batches {lacking} of {len(batches)} have masked tokens without a sampling mask, and others have one; "
+                "draw all with keep_sampling_mask, or none"
+            )
         masks = [
             batch.sampling_mask or SamplingMask.from_rows([()] * batch.num_tokens, batch.device) for batch in batches
         ]
@@ -249,12 +265,12 @@ class Batch:
         """Return the positions of the tokens of these sequences in the batch, int64; raises as `select`."""
         starts = self._starts
         ranges = [torch.arange(starts[i], starts[i] + self.lengths[i]) for i in self._numbers(indices)]
-        return _cat(ranges, torch.int64, "cpu").to(self.device)
+        return cat_rows(ranges, torch.int64, "cpu").to(self.device)
 
     def _numbers(self, indices: Sequence[int] | Tensor) -> list[int]:
         """Return indices, which may be a tensor or an array, as checked integers."""
         tensor = torch.as_tensor(indices)
-        if not _are_integers(tensor):
+        if not are_integers(tensor):
             raise ValueError(
                 f"the numbers of sequences must be [n] integers, got {list(tensor.shape)} {tensor.dtype}; turn a bool "
                 "mask into numbers by mask.nonzero().flatten()"
@@ -342,14 +358,6 @@ class Batch:
         return Batch(change(self.tokens), lengths, change(self.mask), fields, visual, sampling_mask)
 
 
-def sequence_ids(lengths: Sequence[int], mask: Tensor) -> Tensor:
-    """Return the number of each token's sequence, `[T]` int64, on the device of `mask` `[T]`."""
-    if sum(lengths) != len(mask) or min(lengths, default=0) < 0:
-        raise ValueError(f"lengths {list(lengths)} must be non-negative and add up to the {len(mask)} tokens given")
-    # Computed on the CPU, which knows the size of the result. Without sequences torch would infer float.
-    return torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).to(mask.device)
-
-
 def require_batch(batch: object) -> None:
     """Raise ValueError unless `batch` is a `Batch`."""
     if isinstance(batch, Batch):
@@ -384,16 +392,7 @@ def token_rows(sequences: Iterable[Tensor | Sequence[int]] | Batch, name: str) -
         except (TypeError, ValueError, RuntimeError) as error:
             type_name = type(sequence).__name__
             raise ValueError(f"{name} {n} must be [L] token ids, got {type_name}: {error}; {encode}") from None
-        if not _are_integers(ids):
+        if not are_integers(ids):
             raise ValueError(f"{name} {n} must be [L] token ids, got {list(ids.shape)} {ids.dtype}")
         rows.append(ids.long())
     return rows
-
-
-def _are_integers(row: Tensor) -> bool:
-    """Return whether a tensor is one row of integers; an empty list becomes a row of floats."""
-    return row.dim() == 1 and not (len(row) and (row.is_floating_point() or row.dtype == torch.bool))
-
-
-def _cat(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    return torch.cat(list(tensors)) if tensors else torch.zeros(0, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_models.batch.batch import sequence_ids
+from rl_models.batch.rows import sequence_ids
 from rl_models.losses.terms import require_tensors, same_shape
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rl_models.batch.batch import sequence_ids
+from rl_models.batch.rows import sequence_ids
 from rl_models.losses.kl import k3
 from rl_models.losses.terms import same_shape
 

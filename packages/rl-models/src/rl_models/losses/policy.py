@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_models.batch.batch import sequence_ids
+from rl_models.batch.rows import sequence_ids
 from rl_models.losses.kl import MAX_LOG_RATIO, capped, k3
 from rl_models.losses.terms import LossTerms, same_shape
 

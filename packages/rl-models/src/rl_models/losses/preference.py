@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rl_models.batch.batch import sequence_ids
+from rl_models.batch.rows import sequence_ids
 from rl_models.losses.terms import LossTerms, same_shape
 
 
