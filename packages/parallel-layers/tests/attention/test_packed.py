@@ -479,6 +479,30 @@ def test_a_maximum_below_the_longest_segment_is_refused(backend: str) -> None:
     packed_attention(q, q, q, bounds, 17, used_k=used, **options)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "exact"])
+@pytest.mark.parametrize(
+    "bounds", [[0, 4, 3, 6], [0, 4, 7], [1, 6], [-1, 6], []], ids=["decrease", "beyond", "start", "negative", "none"]
+)
+def test_boundaries_that_do_not_fit_the_tokens_are_refused(bounds: list[int], backend: str) -> None:
+    """They gave numbers, or an IndexError."""
+    q, wrong = torch.randn(6, 2, 8), torch.tensor(bounds, dtype=torch.int32)
+    right = boundaries([6] + [0] * (len(bounds) - 2))
+    text = "must start at 0, never decrease, and end at most at the 6 tokens" if bounds else "has 0 entries; give at"
+    with pytest.raises(ValueError, match=rf"cu_seqlens .*{text}"):
+        packed_attention(q, q, q, wrong, 6, backend=backend)
+    with pytest.raises(ValueError, match=rf"cu_seqlens_k .*{text}"):
+        packed_attention(q, q, q, right, 6, cu_seqlens_k=wrong, backend=backend)
+
+
+@pytest.mark.parametrize("used", [[-1, 2], [5, 2], [4, 3]], ids=["negative", "beyond", "maximum"])
+def test_valid_keys_outside_of_their_segments_are_refused(used: list[int]) -> None:
+    """They were keys of the next segment."""
+    q = torch.randn(7, 2, 8)
+    options: Any = {"cu_seqlens_k": boundaries([4, 3]), "max_seqlen_k": 4 if used[0] != 4 else 3}
+    with pytest.raises(ValueError, match=r"used_k \[.*\] must be in 0\.\.\[(4|3), 3\], the keys of each segment"):
+        packed_attention(q, q, q, boundaries([4, 3]), 4, used_k=torch.tensor(used).int(), **options)
+
+
 def test_a_compiled_maximum_below_the_longest_segment_is_refused() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(packed_attention, fullgraph=True, backend="aot_eager")

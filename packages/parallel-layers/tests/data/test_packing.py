@@ -116,10 +116,10 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"padding=5 is outside 0\.\.4"):
         PackedSequence(ids, ids, cu, 4, padding=5)
     for bounds, longest, padding, message in (
-        ([0, 3], 3, 0, r"cu_seqlens \[0, 3\] must go from 0 up to the 4 tokens; padding is a last segment"),
-        ([0, 5], 5, 0, r"cu_seqlens \[0, 5\] must go from 0 up to the 4 tokens"),
-        ([3, 1], 3, 0, r"cu_seqlens \[3, 1\] must go from 0 up to the 4 tokens"),
-        ([0, 3, 1, 4], 3, 0, r"cu_seqlens \[0, 3, 1, 4\] must go from 0 up to the 4 tokens"),
+        ([0, 3], 3, 0, r"cu_seqlens \[0, 3\] must start at 0, never decrease, and end at the 4 tokens; padding is"),
+        ([0, 5], 5, 0, r"cu_seqlens \[0, 5\] must start at 0, never decrease, and end at the 4 tokens"),
+        ([3, 1], 3, 0, r"cu_seqlens \[3, 1\] must start at 0, never decrease, and end at the 4 tokens"),
+        ([0, 3, 1, 4], 3, 0, r"cu_seqlens \[0, 3, 1, 4\] must start at 0, never decrease, and end at the 4 tokens"),
         ([0, 3, 4], 2, 0, "max_seqlen=2 is less than the longest segment, 3 tokens"),
         ([0, 3, 4], 3, 2, "padding=2, but the last segment has 1 tokens"),
     ):

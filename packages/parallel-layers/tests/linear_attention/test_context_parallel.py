@@ -310,7 +310,7 @@ def run_mistaken(group: ProcessGroup, name: str, tokens: int, bounds: Tensor) ->
 def test_mistakes_are_refused(ranks: RankPool, name: str) -> None:
     with pytest.raises(ValueError, match="3 tokens of a rank do not divide into 2 slices; pad the pack"):
         ranks.run(run_mistaken, name, 3, boundaries([6]), world=2)
-    with pytest.raises(ValueError, match=r"cu_seqlens goes from 0 to 4; it must .* end at the 8 tokens of the pack"):
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 4\] must start at 0, .* end at the 8 tokens"):
         ranks.run(run_mistaken, name, 4, boundaries([4]), world=2)
     with pytest.raises(ValueError, match="cu_seqlens must be 1-D int32"):
         ranks.run(run_mistaken, name, 4, boundaries([8]).long(), world=2)

@@ -122,7 +122,8 @@ WRONG = {
     "channels": ({"x_TC": torch.zeros(3, 2)}, r"x \(3, 2\) must be \[T, C\] with C = 5"),
     "state": ({"initial_state": torch.zeros(1, 4, 5)}, r"must be \[N, W - 1, C\] = \(1, 3, 5\)"),
     "activation": ({"activation": "gelu"}, "activation='gelu' is unknown; use 'silu' or None"),
-    "boundaries": ({"cu_seqlens": boundaries([2])}, "goes from 0 to 2"),
+    "boundaries": ({"cu_seqlens": boundaries([2])}, r"cu_seqlens \[0, 2\] must start at 0, .* end at the 3 tokens"),
+    "decreasing boundaries": ({"cu_seqlens": torch.tensor([0, 4, 3]).int()}, r"\[0, 4, 3\] must start at 0, never dec"),
 }
 
 

@@ -234,10 +234,13 @@ WRONG = {
     ),
     "state": ({"initial_state": torch.zeros(1, 4, 5, 5)}, r"must be \[N, V, D, E\] = \(1, 4, 6, 5\) torch.float32"),
     "boundaries": ({"cu_seqlens": torch.tensor([0, 3])}, r"use cu_seqlens.int\(\)"),
-    "no sequence": ({"cu_seqlens": boundaries([])}, "one sequence of length 0 where there is none"),
+    "no sequence": (
+        {"cu_seqlens": boundaries([])},
+        "1 entries; give at least 2, for a segment of length 0",
+    ),
     "a longer pack": (
         {"cu_seqlens": boundaries([4])},
-        "goes from 0 to 4; it must start at 0, .* end at the 3 tokens",
+        r"cu_seqlens \[0, 4\] must start at 0, .* end at the 3 tokens",
     ),
     "backend": ({"backend": "flash"}, "backend='flash' is unknown; use 'auto' or one of fla, triton, chunked"),
 }

@@ -204,7 +204,7 @@ WRONG = {
         {"backend": "fla"},
         "'fla' cannot do this case: it computes the gated delta rule, not Mamba-2; use 'auto'",
     ),
-    "boundaries": ({"cu_seqlens": boundaries([4])}, "goes from 0 to 4; it must start at 0"),
+    "boundaries": ({"cu_seqlens": boundaries([4])}, r"cu_seqlens \[0, 4\] must start at 0, .* end at the 3 tokens"),
 }
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parallel_layers.attention.backends import BACKENDS, choose_backend
 from parallel_layers.attention.kernel_interface import Kernel, Scoring, Segments
 from parallel_layers.attention.sdpa import sdpa_attention
+from parallel_layers.data.boundaries import check_boundaries, host_reads
 from parallel_layers.kernels.exact import in_double
 from parallel_layers.module.autocast import autocast_off, wide, without_autocast
 
@@ -63,8 +64,10 @@ def packed_attention(
         q_TQD: `[T, Q, D]`.
         k_TKD: `[T, K, D]`, K divides Q.
         v_TKD: `[T, K, D']`.
-        cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device.
-        max_seqlen: Upper bound of a segment's length, checked for boundaries on the CPU.
+        cu_seqlens: `[S+1]` int32 boundaries of the segments, on the tensors' device. They rise from 0 to at most T; the
+            outputs of tokens behind the last one are undefined. Values are checked on the CPU alone: on a GPU wrong
+            boundaries give wrong numbers, read outside of the tensors, or end by an assertion on the device.
+        max_seqlen: Upper bound of a segment's length.
         causal: Mask later keys.
         window: Sliding window in tokens, including the query's own token (Hugging Face's `sliding_window`).
         scale: Factor of the scores (default: 1/sqrt(D)).
@@ -80,8 +83,8 @@ def packed_attention(
         `[T, Q, D']` in q's dtype.
 
     Raises:
-        ValueError: Shapes or dtypes disagree, a segment is longer than `max_seqlen`, or the backend is unknown, not
-            installed or does not support the call.
+        ValueError: Shapes or dtypes disagree, boundaries on the CPU do not fit the tokens or `max_seqlen`, or the
+            backend is unknown, not installed or does not support the call.
     """
     segments = Segments.of(cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, used_k)
     check_heads(q_TQD, k_TKD, v_TKD, sinks)
@@ -121,34 +124,37 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         raise ValueError(f"sinks {tuple(sinks.shape)} must hold one score for each of the {q.shape[1]} query heads")
 
 
-def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
-    """Raise ValueError for wrong shapes or dtypes of segments, and for lengths above the maximum.
+def check_segments(q: Tensor, k: Tensor, v: Tensor, segments: Segments, ranks: int = 1) -> None:
+    """Raise ValueError for segments that do not fit queries and keys; `ranks` hold as many tokens each.
 
-    Reads values of CPU boundaries only: for boundaries on a GPU the host would wait for the device.
+    Values are checked on the CPU alone, see `check_boundaries`.
     """
     cu_q, cu_k, used_k, *_ = segments
     if cu_k is cu_q and len(q) != len(k):
         raise ValueError(f"{len(q)} queries but {len(k)} keys; pass cu_seqlens_k when they differ")
-    for name, bounds in (("cu_seqlens", cu_q), ("cu_seqlens_k", cu_k), ("used_k", used_k)):
-        if bounds is not None and (bounds.dim() != 1 or bounds.dtype != torch.int32):
-            raise ValueError(f"{name} must be 1-D int32, got {tuple(bounds.shape)} {bounds.dtype}; use {name}.int()")
+    check_boundaries(cu_q, len(q) * ranks, segments.max_q, covers=False)
+    limit = segments.max_k if used_k is None else None
+    check_boundaries(cu_k, len(k) * ranks, limit, name="cu_seqlens_k", covers=False)
     num_segments = len(cu_q) - 1
     if len(cu_k) - 1 != num_segments:
         raise ValueError(
             f"cu_seqlens_k has {len(cu_k) - 1} segments and cu_seqlens {num_segments}; give a segment without keys a "
             "length of 0"
         )
-    if used_k is not None and len(used_k) != num_segments:
-        raise ValueError(f"used_k has {len(used_k)} entries for {num_segments} segments of cu_seqlens; give one each")
-    if used_k is not None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
-    if torch.compiler.is_compiling() or type(cu_q) is not Tensor or not cu_q.is_cpu:
+    if used_k is None:
         return
-    lengths = ("max_seqlen", cu_q.diff(), segments.max_q), ("max_seqlen_k", segments.lengths_k, segments.max_k)
-    for name, segment_lengths, limit in lengths:
-        if segment_lengths.numel() and (longest := int(segment_lengths.max())) > limit:
+    if used_k.dim() != 1 or used_k.dtype != torch.int32:
+        raise ValueError(f"used_k must be 1-D int32, got {tuple(used_k.shape)} {used_k.dtype}; use used_k.int()")
+    if len(used_k) != num_segments:
+        raise ValueError(f"used_k has {len(used_k)} entries for {num_segments} segments of cu_seqlens; give one each")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("used_k is for inference; call under torch.no_grad(), or pack the keys that exist")
+    if host_reads(used_k):
+        used, most = used_k.tolist(), cu_k.diff().clamp(max=segments.max_k).tolist()
+        if any(not 0 <= count <= limit for count, limit in zip(used, most, strict=True)):
             raise ValueError(
-                f"{name}={limit} is less than the longest segment, {longest} tokens; pass at least {longest}"
+                f"used_k {used!s:.100} must be in 0..{most!s:.100}, the keys of each segment up to max_seqlen_k="
+                f"{segments.max_k}"
             )
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from parallel_layers.data.boundaries import check_boundaries, host_reads
 
 if TYPE_CHECKING:
     from parallel_layers.attention.shared_keys import SharedKeys
@@ -71,20 +72,9 @@ class PackedSequence:
             raise ValueError(f"cu_seqlens has {self.cu_seqlens.numel()} entries, too few for padding={self.padding}")
         if not 0 <= self.padding <= self.num_tokens:
             raise ValueError(f"padding={self.padding} is outside 0..{self.num_tokens}")
-        if self.cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_bounds(self.cu_seqlens.tolist())
-
-    def _check_bounds(self, bounds: list[int]) -> None:
-        lengths = [end - start for start, end in pairwise(bounds)]
-        if bounds[0] != 0 or bounds[-1] != self.num_tokens or min(lengths, default=0) < 0:
-            raise ValueError(
-                f"cu_seqlens {bounds!s:.100} must go from 0 up to the {self.num_tokens} tokens; padding is a last "
-                "segment, and padding= gives its length"
-            )
-        if max(lengths, default=0) > self.max_seqlen:
-            raise ValueError(f"max_seqlen={self.max_seqlen} is less than the longest segment, {max(lengths)} tokens")
-        if self.padding and lengths[-1] != self.padding:
-            raise ValueError(f"padding={self.padding}, but the last segment has {lengths[-1]} tokens")
+        check_boundaries(self.cu_seqlens, self.num_tokens, self.max_seqlen)
+        if self.padding and host_reads(self.cu_seqlens) and self.padding != (last := self.cu_seqlens.diff()[-1].item()):
+            raise ValueError(f"padding={self.padding}, but the last segment has {last} tokens")
 
     @property
     def num_tokens(self) -> int:

@@ -69,26 +69,6 @@ class Chunks(NamedTuple):
         return x.flatten(0, 1)[self.places]
 
 
-def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise ValueError for boundaries that describe no sequences of `num_tokens` tokens.
-
-    Reads values on the CPU only: on a GPU the host would wait for the device.
-    """
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or len(cu_seqlens) < 2:
-        raise ValueError(
-            f"cu_seqlens must be 1-D int32 with at least 2 entries, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; "
-            "use cu_seqlens.int(), and one sequence of length 0 where there is none"
-        )
-    if torch.compiler.is_compiling() or not cu_seqlens.is_cpu:
-        return
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != num_tokens or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens goes from {first} to {last}; it must start at 0, never decrease, and end at the {num_tokens} "
-            "tokens of the pack (padding is a sequence of its own)"
-        )
-
-
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return the sequence of each token, `[T]`."""
     tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)

@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from parallel_layers.attention.context_parallel.sequence_layout import Layout, boundaries_in, chunk_order
+from parallel_layers.data.boundaries import check_boundaries
 from parallel_layers.distributed.async_collectives import all_gather
 from parallel_layers.distributed.collectives import gather_from_sequence_parallel
-from parallel_layers.linear_attention.chunks import check_boundaries
 from parallel_layers.linear_attention.convolution import short_convolution
 from parallel_layers.linear_attention.delta_rule import backend_of, check_arguments
 from parallel_layers.linear_attention.fla import fla_context_parallel_delta_rule
@@ -50,7 +50,7 @@ class Slices:
         self.numbers = self.order[group.rank() * count : (group.rank() + 1) * count]
         if num_tokens % count or not num_tokens:
             raise ValueError(f"{num_tokens} tokens of a rank do not divide into {count} slices; pad the pack")
-        check_boundaries(cu_seqlens, num_tokens * group.size())
+        check_boundaries(cu_seqlens, num_tokens * group.size(), least=2)
         self.size = num_tokens // count
         self._cu_seqlens = cu_seqlens
 

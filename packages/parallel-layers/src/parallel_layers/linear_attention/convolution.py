@@ -12,10 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from parallel_layers.data.boundaries import check_boundaries
 from parallel_layers.distributed.async_collectives import cast
 from parallel_layers.linear_attention.backends import choose_backend
 from parallel_layers.linear_attention.cache import LayerStates
-from parallel_layers.linear_attention.chunks import check_boundaries, sequence_of_tokens
+from parallel_layers.linear_attention.chunks import sequence_of_tokens
 from parallel_layers.linear_attention.fla import fla_convolution
 from parallel_layers.linear_attention.shared_heads import SharedHeads
 from parallel_layers.module.autocast import autocast_off, wide
@@ -58,7 +59,7 @@ def short_convolution(
     Raises:
         ValueError: Shapes disagree, or the activation is unknown.
     """
-    check_boundaries(cu_seqlens, len(x_TC))
+    check_boundaries(cu_seqlens, len(x_TC), least=2)
     channels, window = weight_CW.shape
     states = (len(cu_seqlens) - 1, window - 1, channels)
     if x_TC.shape[1:] != (channels,):

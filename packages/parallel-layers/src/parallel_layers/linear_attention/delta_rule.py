@@ -6,8 +6,8 @@ Shape legend: T tokens, N sequences, K key heads, V value heads, D key size, E v
 import torch
 from torch import Tensor
 
+from parallel_layers.data.boundaries import check_boundaries
 from parallel_layers.linear_attention.backends import choose_backend
-from parallel_layers.linear_attention.chunks import check_boundaries
 from parallel_layers.linear_attention.fla import fla_gated_delta_rule
 from parallel_layers.linear_attention.operators import chunked_gated_delta_rule
 from parallel_layers.module.autocast import autocast_off, wide
@@ -61,7 +61,7 @@ def gated_delta_rule(
         ValueError: Shapes or dtypes disagree, or the backend is unknown, not installed or does not support the call.
     """
     check_arguments(q_TKD, k_TKD, v_TVE, log_decay, beta_TV, initial_state, len(cu_seqlens) - 1)
-    check_boundaries(cu_seqlens, len(v_TVE))
+    check_boundaries(cu_seqlens, len(v_TVE), least=2)
     tensors = (q_TKD, k_TKD, v_TVE, log_decay, beta_TV)
     name = backend_of(backend, *tensors, initial_state)
     scale = k_TKD.shape[-1] ** -0.5 if scale is None else scale

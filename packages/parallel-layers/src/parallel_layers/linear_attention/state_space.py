@@ -5,8 +5,8 @@ Shape legend: T tokens, N sequences, G groups, V heads, D state size, E head siz
 
 from torch import Tensor
 
+from parallel_layers.data.boundaries import check_boundaries
 from parallel_layers.linear_attention.backends import MAMBA2, choose_backend
-from parallel_layers.linear_attention.chunks import check_boundaries
 from parallel_layers.linear_attention.operators import chunked_gated_delta_rule
 from parallel_layers.module.autocast import autocast_off, wide
 
@@ -55,7 +55,7 @@ def state_space_dual(
     Raises:
         ValueError: Shapes or dtypes disagree, or the backend is unknown, not installed or does not support the call.
     """
-    check_boundaries(cu_seqlens, len(x_TVE))
+    check_boundaries(cu_seqlens, len(x_TVE), least=2)
     check_state_space(x_TVE, dt_TV, A_V, B_TGD, C_TGD, D_V, initial_state, len(cu_seqlens) - 1)
     with autocast_off(x_TVE):
         tensors = C_TGD, B_TGD, x_TVE, dt_TV * A_V, dt_TV, D_V, initial_state, cu_seqlens

@@ -83,7 +83,7 @@ def ring_attention(
     scale, softcap, sinks = options.get("scale"), options.get("softcap"), options.get("sinks")
     head_dim, value_dim = q_TQD.shape[-1], v_TKD.shape[-1]
     check_heads(q_TQD, k_TKD, v_TKD, sinks)
-    check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen))
+    check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen), group.size())
     scoring = Scoring(True, options.get("window"), head_dim**-0.5 if scale is None else scale, softcap)
     if q_TQD.shape[0] % 2:
         raise ValueError(

@@ -41,7 +41,8 @@ def ulysses_attention(
     """
     # Check before the exchange: if one rank raised later, the others would wait.
     keys = options.get("cu_seqlens_k"), options.get("max_seqlen_k"), options.get("used_k")
-    check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen, *keys))
+    ranks = 1 if group is None else group.size()
+    check_segments(q_TQD, k_TKD, v_TKD, Segments.of(cu_seqlens, max_seqlen, *keys), ranks)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         local_options: AttentionOptions = {**options, "sinks": sinks}
