@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from rl_train.data.codec import TextCodec
+from rl_train.gateway import server
+from rl_train.gateway.drawing import Sampler
 from rl_train.gateway.sessions import Limits
 
-from .endpoint import CALL, CONTEXT, QUESTION, TOOL, Endpoint
+from .endpoint import CALL, CONTEXT, QUESTION, TOOL, Endpoint, Script
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 
@@ -298,7 +302,140 @@ def test_models_and_keys(tokenizer: TextCodec) -> None:
     assert endpoint.post("/v1/reward", {"reward": 0.5}).json() == {"reward": 0.5}
     assert endpoint.session.reward == 0.5
     endpoint.gateway.end(endpoint.session)
-    assert endpoint.post(CHAT, body()).status_code == 401
+    assert endpoint.post(CHAT, body()).status_code == 403
+
+
+def test_an_ended_session_is_named(tokenizer: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever its key is read, in the form of the dialect; the keys of the newest sessions are known."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    keys = [
+        endpoint.session.key,
+        *(endpoint.gateway.add(replace(endpoint.session, key=key)).key for key in ("second-key", "third-key")),
+    ]
+    monkeypatch.setattr(server, "_MOST_ENDED", 2)
+    messages = body(max_tokens=5)
+    bodies = {
+        CHAT: body(),
+        TEXT: {"model": "policy", "prompt": "x"},
+        IDS: {"token_ids": [1], "sampling_params": {}},
+        "/v1/responses": {"model": "policy", "input": "x"},
+        "/v1/messages": messages,
+        "/v1/messages/count_tokens": messages,
+        "/v1/reward": {"reward": 1.0},
+    }
+    for session in list(endpoint.gateway._sessions.values()):
+        endpoint.gateway.end(session)
+    for key, status, text in ((keys[1], 403, "the episode has ended"), (keys[0], 401, "of no open session")):
+        for path, values in bodies.items():
+            for reply in (endpoint.post(path, values, key), endpoint.post(f"/sessions/{key}{path}", values, "")):
+                assert (reply.status_code, text in reply.text) == (status, True), reply.text
+                assert ("type" in reply.json()) == path.startswith("/v1/messages")
+        reply = endpoint.request("GET", "/v1/models", key)
+        assert (reply.status_code, text in reply.text) == (status, True)
+    assert len(endpoint.gateway._ended) == 2
+    assert not [key for key in keys if key in str(vars(endpoint.gateway))]
+    assert endpoint.session.reward is None
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens", "/v1/reward"])
+def test_a_session_that_ends_while_a_request_arrives(
+    tokenizer: TextCodec, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    read = endpoint.gateway._body
+
+    async def ends(request: Any) -> Any:
+        endpoint.gateway.end(endpoint.session)
+        return await read(request)
+
+    monkeypatch.setattr(endpoint.gateway, "_body", ends)
+    reply = endpoint.post(path, {"reward": 1.0} if path == "/v1/reward" else body(max_tokens=5, temperature=0.25))
+    assert reply.status_code == 403
+    assert (endpoint.session.reward, endpoint.session.overridden, endpoint.script.requests) == (None, {}, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_after_the_end_is_not_recorded(
+    tokenizer: TextCodec, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It counts as a call that the end has ended: the client gets the error, and its tokens are not counted."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    end = Sampler._end
+
+    def ends(*arguments: Any) -> None:
+        end(*arguments)
+        endpoint.gateway.end(endpoint.session)
+
+    monkeypatch.setattr(Sampler, "_end", ends)
+    reply = endpoint.post(CHAT, body(stream=stream))
+    assert "the episode has ended" in reply.text
+    assert reply.status_code == (200 if stream else 403)
+    assert (endpoint.record.recorded, endpoint.session.tokens, endpoint.session.calls) == ([], 0, 1)
+
+
+def test_the_end_of_a_session_waits_for_a_record(tokenizer: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `end` leaves behind, no thread changes."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    thread, record = threading.Thread(target=endpoint.gateway.end, args=[endpoint.session]), endpoint.record.record
+
+    def ends_meanwhile(*arguments: Any, **options: Any) -> Any:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        return record(*arguments, **options)
+
+    monkeypatch.setattr(endpoint.record, "record", ends_meanwhile)
+    assert endpoint.post(CHAT, body()).status_code == 200
+    thread.join(10)
+    assert endpoint.session.ended
+    assert len(endpoint.record.recorded) == 1
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_log_probs_that_are_not_finite(tokenizer: TextCodec, path: str, log_prob: float) -> None:
+    """Nothing can be learned from them: the client gets an error, and the episode has failed."""
+
+    class Broken(Script):
+        def submit(self, request: Any, sampling: Any) -> Any:
+            future = super().submit(request, sampling)
+            future.result().log_probs[1] = log_prob
+            return future
+
+    for stream in (False, True):
+        endpoint = Endpoint(tokenizer, lambda prompt: "x", script=Broken)
+        reply = endpoint.post(path, body(stream=stream, max_tokens=5))
+        assert f"with the log-prob {log_prob}, from which nothing can be learned" in reply.text
+        assert stream or reply.status_code == 500
+        assert f"with the log-prob {log_prob}," in endpoint.session.failed
+        assert (endpoint.record.recorded, endpoint.session.tokens) == ([], 0)
+
+
+def test_answers_are_json_that_any_client_reads(tokenizer: TextCodec) -> None:
+    """Also where the policy or the client writes NaN, which Python reads as JSON."""
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": NaN}}</tool_call>'
+    endpoint = Endpoint(tokenizer, lambda prompt: call)
+    fields = {"max_tokens": 200, "tools": [{"name": "multiply", "input_schema": {}}]}
+    assert endpoint.post("/v1/messages", body(**fields)).json()["content"] == [{"type": "text", "text": call}]
+    tool = {"type": "function", "name": "multiply", "parameters": {"maximum": math.nan}}
+    reply = endpoint.post("/v1/responses", {"model": "policy", "input": "x", "tools": [tool]})
+    assert "NaN" not in reply.text
+
+
+def test_a_path_that_is_not_served(tokenizer: TextCodec) -> None:
+    """The error names the paths that are, and not the key."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    for reply, status, named in (
+        (endpoint.post(f"/sessions/{endpoint.session.key}/v1/embeddings", body()), 404, "POST '/v1/embeddings'"),
+        (endpoint.request("GET", CHAT), 405, "GET '/v1/chat/completions'"),
+    ):
+        message = reply.json()["error"]["message"]
+        assert (reply.status_code, message.startswith(f"{named} is not served; give one of POST {CHAT}")) == (
+            status,
+            True,
+        )
+        assert "GET /v1/models" in message
+        assert endpoint.session.key not in message
 
 
 def test_limits_of_an_episode(tokenizer: TextCodec) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import pickle
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,7 +29,7 @@ from rl_train.agents.pool import Agents
 from rl_train.agents.worker import Run
 from rl_train.cli.commands import app
 from rl_train.data.prompts import read_prompts
-from rl_train.loop.agent_episodes import AgentEpisodes
+from rl_train.loop.agent_episodes import AgentEpisodes, Episodes
 from rl_train.loop.checked_run import CheckedRun, check_run
 from rl_train.loop.scoring import Scorer
 from rl_train.options.options import TrainOptions
@@ -145,6 +147,44 @@ def test_a_failure_stops_the_run_or_counts_as_0(draw: Draw, does: str, error: st
     assert totals(batch)["environment_reward"].tolist() == [0]
     assert batch.mask.sum() == 2
     assert any("an agent failed, and its episode counts as 0" in text for text in said)
+
+
+def test_log_probs_that_are_not_finite_fail_the_episode(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the agent takes the error of the endpoint for an answer."""
+    generate = Echo.generate
+    monkeypatch.setattr(
+        Echo,
+        "generate",
+        lambda *arguments: (batch := generate(*arguments)).with_fields(
+            log_probs=torch.full_like(batch["log_probs"], math.nan)
+        ),
+    )
+    error = r"the agent got an error of the endpoint: the engine drew the token \d+ with the log-prob nan"
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 1: {error}"):
+        draw([{}], agent="programs:content")
+    batch, _, said, _ = draw([{}], agent="programs:content", **{"rewards.errors": "zero"})
+    assert (totals(batch)["failed"].tolist(), totals(batch)["environment_reward"].tolist()) == ([1], [0])
+    assert not batch.mask.any()
+    assert any(re.search(error, text) for text in said)
+
+
+def test_samples_are_read_after_the_end_of_all_sessions(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session ends after its agent, in another thread; what an agent's thread asks in between is not lost half."""
+    ended, samples = Episodes._ended, Episodes.samples
+
+    def slowly(episodes: Any, session: Any, end: Any) -> None:
+        while not all(end.done() for end in episodes._ends):
+            time.sleep(0.001)
+        time.sleep(0.2 * episodes._sessions.index(session))
+        ended(episodes, session, end)
+
+    def read(episodes: Any) -> Any:
+        assert all(session.ended for session in episodes._sessions)
+        return samples(episodes)
+
+    monkeypatch.setattr(Episodes, "_ended", slowly)
+    monkeypatch.setattr(Episodes, "samples", read)
+    assert len(draw([{}], n=2)[0]) == 2
 
 
 def test_commands_that_fail_are_ended(draw: Draw) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_train.data.codec import TextCodec
 from rl_train.engines.interface import Request, Response
+from rl_train.gateway.errors import ApiError
 from rl_train.gateway.service import EngineService
 from rl_train.trajectories.samples import joined_routing
 
 # Tokens that are drawn at a time where a client waits for parts of the text, or for a stop text.
 _PART_TOKENS = 32
+
+
+class NotFiniteError(ApiError):
+    """The engine drew a token whose log-prob is NaN or infinite: nothing can be learned from the episode."""
 
 
 @dataclass(frozen=True)
@@ -69,66 +75,59 @@ class Sampler:
     Attributes:
         service: The engine.
         codec: The tokenizer.
+        seconds: The time limit of a call.
     """
 
     service: EngineService
     codec: TextCodec
+    seconds: float
 
-    async def choice(self, drawing: Drawing, index: int) -> AsyncGenerator[Choice, None]:
-        """Yield a choice as it grows; the last time with its `finish`."""
-        choice, size = Choice(index), _PART_TOKENS if drawing.parts or drawing.stops else drawing.limit
-        while choice.finish is None:
-            tokens = choice.response.tokens
-            prompt = drawing.prompt + tokens
-            room = min(size, drawing.limit - len(tokens))
-            request = Request(prompt, hashed_seed(drawing.seed, index, len(tokens), size=7))
-            future = self.service.submit(request, replace(drawing.sampling, n=1, max_length=len(prompt) + room))
-            part = await asyncio.wrap_future(future)
-            choice.response = joined(choice.response, part)
-            self._end(choice, drawing, len(tokens))
-            yield choice
+    async def grow(self, drawing: Drawing, begun: Callable[[Future[Response]], None]) -> AsyncGenerator[Choice, None]:
+        """Yield all choices as they grow, each the last time with its `finish`; `begun` takes the engine's requests.
 
-    async def grow(self, drawing: Drawing, tasks: set[asyncio.Task[Any]]) -> AsyncGenerator[Choice, None]:
-        """Yield all choices as they grow, each the last time with its `finish`.
-
-        Args:
-            drawing: What to draw.
-            tasks: Takes the tasks that draw, as long as they run; when they are cancelled, this raises CancelledError.
-                The caller's task draws a single choice.
+        Raises:
+            CancelledError: A request was cancelled.
+            ApiError: The call takes longer than its limit.
+            NotFiniteError: The engine drew a log-prob that is not finite.
         """
-        if drawing.count == 1:
-            caller = asyncio.current_task()
-            assert caller is not None
-            tasks.add(caller)
-            try:
-                async for choice in self.choice(drawing, 0):
-                    yield choice
-            finally:
-                tasks.discard(caller)
-            return
-        queue = asyncio.Queue[Choice | BaseException]()
+        loop = asyncio.get_running_loop()
+        deadline, waiting = loop.time() + self.seconds, dict[asyncio.Future[Response], Choice]()
 
-        async def pump(index: int) -> None:
-            try:
-                async for choice in self.choice(drawing, index):
-                    queue.put_nowait(replace(choice))
-            except BaseException as error:
-                queue.put_nowait(error)
+        def draw(choice: Choice) -> None:
+            request = self._request(drawing, choice)
+            waiting[asyncio.wrap_future(request)] = choice
+            begun(request)
 
-        pumps = {asyncio.create_task(pump(index)) for index in range(drawing.count)}
-        tasks |= pumps
         try:
-            open_choices = drawing.count
-            while open_choices:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                open_choices -= item.finish is not None
-                yield item
+            for index in range(drawing.count):
+                draw(Choice(index))
+            while waiting:
+                limit = deadline - loop.time()
+                done, _ = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise ApiError(504, f"the call took longer than {self.seconds:g} s", code="deadline")
+                for request in sorted(done, key=lambda request: waiting[request].index):
+                    choice, part = waiting.pop(request), request.result()
+                    _check(part)
+                    seen = len(choice.response.tokens)
+                    choice.response = joined(choice.response, part)
+                    self._end(choice, drawing, seen)
+                    if choice.finish is None:
+                        draw(choice)
+                    yield choice
         finally:
-            for task in pumps:
-                task.cancel()
-            tasks -= pumps
+            for request in waiting:
+                request.cancel()
+
+    def _request(self, drawing: Drawing, choice: Choice) -> Future[Response]:
+        """Have the engine draw the next tokens of a choice."""
+        tokens = choice.response.tokens
+        prompt = drawing.prompt + tokens
+        room = drawing.limit - len(tokens)
+        if drawing.parts or drawing.stops:
+            room = min(room, _PART_TOKENS)
+        request = Request(prompt, hashed_seed(drawing.seed, choice.index, len(tokens), size=7))
+        return self.service.submit(request, replace(drawing.sampling, n=1, max_length=len(prompt) + room))
 
     def _end(self, choice: Choice, drawing: Drawing, seen: int) -> None:
         """Set the text, and the end where the last part has brought it.
@@ -183,6 +182,18 @@ def cut(response: Response, length: int) -> Response:
     return Response(
         tokens[:length], log_probs[:length], kept and kept[:length], versions and versions[:length], steps, routing
     )
+
+
+def _check(part: Response) -> None:
+    """Raise NotFiniteError for log-probs that are NaN or infinite; JSON has neither."""
+    for token, log_prob in zip(part.tokens, part.log_probs, strict=True):
+        if not math.isfinite(log_prob):
+            raise NotFiniteError(
+                500,
+                f"the engine drew the token {token} with the log-prob {log_prob}, from which nothing can be learned: "
+                "the episode fails; check the weights and the dtype of the engine",
+                code="log_prob_not_finite",
+            )
 
 
 def _place(text: str, stops: Sequence[str]) -> int | None:

@@ -28,7 +28,7 @@ def encode(values: Any) -> str:
         texts.append(value.text)
         return _MARK[1:-1]
 
-    first, *others = json.dumps(values, default=mark).split(_MARK)
+    first, *others = json.dumps(values, default=mark, allow_nan=False).split(_MARK)
     return first + "".join(text + other for text, other in zip(texts, others, strict=True))
 
 

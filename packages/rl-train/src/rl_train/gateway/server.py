@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -42,8 +44,11 @@ _DIALECTS: dict[str, type[Dialect]] = {
 # The first part of the path of a client that cannot choose its key.
 _PREFIX = "/sessions/{key}"
 _PREFIXES = ("", _PREFIX)
-_MODELS = ("/v1/models", "/v1/models/{model:path}")
+_MODELS, _REWARD = ("/v1/models", "/v1/models/{model:path}"), "/v1/reward"
 _LOOPBACK = "127.0.0.1"
+# The number of ended sessions whose keys are known: an agent that was left behind calls some episodes later. A key is
+# kept as its digest, about 150 bytes each, 10 MB together.
+_MOST_ENDED = 2**16
 
 
 def require_gateway() -> None:
@@ -82,9 +87,9 @@ class Gateway:
         seconds: float = 600.0,
         most_bytes: int = 2**24,
     ) -> None:
-        self._sampler, self._context, self._model, self._host = Sampler(service, codec), context, model, host
-        self._seconds, self._most_bytes = seconds, most_bytes
-        self._sessions = dict[str, Session]()
+        self._sampler, self._context, self._model, self._host = Sampler(service, codec, seconds), context, model, host
+        self._most_bytes, self._sessions, self._ended = most_bytes, dict[str, Session](), dict[bytes, None]()
+        self._ending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: Any = None
         self._thread: threading.Thread | None = None
@@ -135,13 +140,13 @@ class Gateway:
         return f"{self.url}{_PREFIX.format(key=session.key)}/v1"
 
     def end(self, session: Session) -> None:
-        """End a session: what it draws ends, and later calls are refused."""
-        self._sessions.pop(session.key, None)
-        if self._loop is None or self._loop.is_closed():
-            session.end()
-        else:
-            with suppress(RuntimeError):  # the loop has closed meanwhile
-                self._loop.call_soon_threadsafe(session.end)
+        """End a session: what it draws ends, later calls are refused, and its record changes no more."""
+        with self._ending:
+            self._ended[_digest(session.key)] = None
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+            self._sessions.pop(session.key, None)
+        session.end()
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -149,13 +154,13 @@ class Gateway:
         from starlette.exceptions import HTTPException
         from starlette.routing import Route
 
-        async def failed(_: Request, error: Exception) -> Response:
+        async def failed(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
-                error = ApiError(error.status_code, f"{error.detail}; see the paths of /v1/models")
+                error = _unserved(request, error.status_code)
             return _json((answered := ApiError.of(error)).to_json(), answered.status)
 
         endpoints: dict[str, Any] = {path: self._answers(dialect) for path, dialect in _DIALECTS.items()}
-        endpoints |= {"/v1/reward": self._reward}
+        endpoints |= {_REWARD: self._reward}
         routes = [
             *(Route(prefix + path, call, methods=["POST"]) for path, call in endpoints.items() for prefix in _PREFIXES),
             *(Route(prefix + path, self._models, methods=["GET"]) for path in _MODELS for prefix in _PREFIXES),
@@ -171,9 +176,12 @@ class Gateway:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         headers = (request.headers.get(name, "") for name in ("x-api-key", "x-session-id"))
         named = request.path_params.get("key")
-        for key in (named,) if named else (bearer, *headers):
+        keys = (named,) if named else (bearer, *headers)
+        for key in keys:
             if (session := self._sessions.get(key)) is not None:
                 return session
+        if any(_digest(key) in self._ended for key in keys):
+            raise episode_ended()
         raise ApiError(401, "the key is that of no open session; give the session's key", code="invalid_api_key")
 
     async def _models(self, request: Request) -> Response:
@@ -188,8 +196,10 @@ class Gateway:
     async def _reward(self, request: Request) -> Response:
         """Take the reward of an episode from its client."""
         session = self._session(request)
-        session.reward = read(RewardBody, await self._body(request)).reward
-        return _json({"reward": session.reward})
+        reward = read(RewardBody, await self._body(request)).reward
+        with session.going_on():
+            session.reward = reward
+        return _json({"reward": reward})
 
     def _answers(self, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -205,7 +215,8 @@ class Gateway:
         call = dialect(await self._body(request), self._sampler.codec, session)
         self._check_model(call.model)
         overridden = call.sampled.check(session.sampling) + call.overridden
-        session.overridden.update(overridden)
+        with session.going_on():
+            session.overridden.update(overridden)
         headers = {"x-overridden": ",".join(overridden)} if overridden else {}
         if not call.draws:
             return _json(call.reply(()), headers=headers)
@@ -257,26 +268,23 @@ class Gateway:
         return Drawing(call.recorded.tokens, session.sampling, limit, count, seed, stops, call.stream, call.text)
 
     async def _grow(self, drawing: Drawing, session: Session) -> AsyncGenerator[Choice, None]:
-        """Draw the choices of a call within its time, as long as the episode goes on."""
+        """Draw the choices of a call, as long as the episode goes on."""
         try:
-            async with asyncio.timeout(self._seconds), aclosing(self._sampler.grow(drawing, session.tasks)) as grown:
+            async with aclosing(self._sampler.grow(drawing, session.wait_for)) as grown:
                 async for choice in grown:
                     yield choice
         except asyncio.CancelledError:
             if session.ended:
-                _go_on()
                 raise episode_ended() from None
             raise
-        except TimeoutError:
-            raise ApiError(504, f"the call took longer than {self._seconds:g} s", code="deadline") from None
 
     async def _whole(self, call: Dialect, drawing: Drawing, session: Session) -> dict[str, Any]:
         with session.call(drawing) as (drawing, choices):
             async with aclosing(self._grow(drawing, session)) as grown:
-                choices += [choice async for choice in grown if choice.finish is not None]
-        choices.sort(key=lambda choice: choice.index)
-        for choice in choices:
-            self._record(call, choice, session)
+                drawn = [choice async for choice in grown if choice.finish is not None]
+            drawn.sort(key=lambda choice: choice.index)
+            self._record(call, drawn, session)
+            choices += drawn
         return call.reply(choices)
 
     async def _events(
@@ -291,14 +299,16 @@ class Gateway:
                     text, (characters, tokens) = shown(choice, drawing.stops), sent[choice.index]
                     sent[choice.index] = max(len(text), characters), len(choice.response.tokens)
                     if choice.finish is not None:
+                        self._record(call, [choice], session)
                         choices.append(choice)
-                        self._record(call, choice, session)
                     yield call.grow(choice, text[characters:], tokens)
         yield call.end(choices)
 
-    def _record(self, call: Dialect, choice: Choice, session: Session) -> None:
-        part, truncated = part_of(choice.response), choice.finish == "length"
-        session.recorder.record(call.recorded, part, call.message(choice), truncated=truncated)
+    def _record(self, call: Dialect, choices: Sequence[Choice], session: Session) -> None:
+        with session.going_on():
+            for choice in choices:
+                part, truncated = part_of(choice.response), choice.finish == "length"
+                session.recorder.record(call.recorded, part, call.message(choice), truncated=truncated)
 
 
 async def _unless_gone(work: Awaitable[Any], request: Request) -> Any:
@@ -315,15 +325,10 @@ async def _unless_gone(work: Awaitable[Any], request: Request) -> Any:
     except asyncio.CancelledError:
         if not watch.done():
             raise
-        _go_on()
+        task.uncancel()  # it answers by an error
         raise ApiError(499, "the client has gone") from None
     finally:
         watch.cancel()
-
-
-def _go_on() -> None:
-    """Let the task of a request, which has been cancelled, answer by an error."""
-    cast(asyncio.Task[Any], asyncio.current_task()).uncancel()
 
 
 async def _stream(
@@ -346,6 +351,18 @@ async def _stream(
                 yield call.last_event
 
     return StreamingResponse(texts(), media_type="text/event-stream", headers=headers)
+
+
+def _unserved(request: Request, status: int) -> ApiError:
+    """Return the error of a path, or of a method of a path, that the endpoint has not."""
+    path = re.sub(_PREFIX.format(key="[^/]*"), "", request.url.path)
+    served = f"POST {', '.join([*_DIALECTS, _REWARD])} and GET {_MODELS[0]}"
+    return ApiError(status, f"{request.method} {path!r:.100} is not served; give one of {served}")
+
+
+def _digest(key: str) -> bytes:
+    """Return the digest of a key, which opens nothing."""
+    return hashlib.sha256(key.encode()).digest()
 
 
 def _text(events: Sequence[dict[str, Any]]) -> str:

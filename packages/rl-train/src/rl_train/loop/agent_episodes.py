@@ -157,8 +157,8 @@ class Episodes:
         self._owner.service.notify()
 
     def ended(self) -> bool:
-        """Say whether all episodes have ended."""
-        return all(end.done() for end in self._ends)
+        """Say whether all episodes have ended, and their records with them."""
+        return all(session.ended for session in self._sessions)
 
     def done(self) -> bool:
         """See `Pending`."""
@@ -172,6 +172,8 @@ class Episodes:
         """Return the samples of each episode, with their rewards."""
         for session, end, row in zip(self._sessions, self._ends, self._rows, strict=True):
             reward, error = end.result()
+            if session.failed:
+                error = f"got an error of the endpoint: {session.failed}"
             reward = session.reward if reward is None else reward
             if error is None and reward is None and self._owner.checked_run.options.reward == "environment":
                 error = "returned no reward and reported none; return a number, or give --reward a scorer"
