@@ -89,6 +89,9 @@ def test_a_call_in_a_thought_that_the_template_began_is_none(text: str, expected
     ("text", "error"),
     [
         ('{"name": f}', "the call is not valid JSON"),
+        ('{"name": "f", "arguments": {"a": NaN}}', "the call is not valid JSON: NaN is no number of JSON"),
+        ('{"name": "f", "arguments": {"a": -1e999}}', "the call is not valid JSON: -1e999 is no number of JSON"),
+        ('{"name": "f", "arguments": "{\\"a\\": Infinity}"}', '"arguments" is a text that is not valid JSON: Infinity'),
         ('{"name": "f"} so', "the call is not valid JSON: there is more after it, ' so</tool_call>'"),
         ('{"name": "f", "arguments": "{a"}', '"arguments" is a text that is not valid JSON'),
         ("5", "a call must be an object"),

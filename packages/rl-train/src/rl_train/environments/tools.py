@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,17 @@ FORMATS = {
         )
     ),
 }
+
+
+def _number(text: str) -> float:
+    """Return a number of JSON; ValueError for NaN, Infinity and numbers beyond those of Python."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_number, parse_float=_number)
 _MORE = re.compile(r"\s*;\s*(?=\{)")
 
 
@@ -89,7 +101,7 @@ def _values(text: str, place: int) -> tuple[list[Any], int]:
     """Return the JSON values that begin at a place, the entries of a list one by one, and the place behind them."""
     values: list[Any] = []
     while True:
-        value, length = json.JSONDecoder().raw_decode(text[place:])
+        value, length = _JSON.raw_decode(text[place:])
         values.extend(value if isinstance(value, list) else [value])
         place += length
         more = _MORE.match(text, place)
@@ -105,7 +117,7 @@ def _call(value: Any, key: str) -> Call:
     name, arguments = value["name"].encode(errors="replace").decode(), value.get(key, {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _JSON.decode(arguments)
         except (ValueError, RecursionError) as error:
             return Call(name, error=f'"{key}" is a text that is not valid JSON: {error}')
     if not isinstance(arguments, dict):
