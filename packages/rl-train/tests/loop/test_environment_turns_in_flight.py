@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +38,11 @@ SAMPLING = SamplingOptions(30, n=2, top_k=25, keep_sampling_mask=True, stop_ids=
 
 
 class Environments:
-    """Environments whose answers to `step` come when the test gives them."""
+    """Environments whose answers to `step` come when the test gives them; `ends` are called at the end of the run."""
 
     def __init__(self) -> None:
         self.steps = SimpleQueue[tuple[int, Future[Turn]]]()
+        self.ends = list[Callable[[], Any]]()
 
     def ask(self, sample: int, asks: str, value: Any = None, **flags: bool) -> Future[Turn]:
         future: Future[Turn] = Future()
@@ -66,7 +67,7 @@ def talks(chat_model: Path, tmp_path: Path) -> Talks:
         prompts = read_prompts(file, chat_model, 99)
         checked_run = CheckedRun(options, prompts, [], (), None)
         once = lambda make: pickle.loads(pickle.dumps(make()))  # noqa: E731
-        rewards = SimpleNamespace(environments=environments)
+        rewards = SimpleNamespace(environments=environments, at_end=environments.ends.append)
         conversations: Any = EnvironmentTurnsInFlight(checked_run, engine, rewards, once, print)  # type: ignore[arg-type]
         return conversations, partial(conversations.draw, prompts)
 
@@ -130,6 +131,25 @@ def test_an_error_of_an_environment_ends_the_draw(talks: Talks, pool: InFlightPo
     with pytest.raises(ValueError, match=r"rows.jsonl, line \d: the environment raised KeyError: 'gone'"):
         future.result()
     assert future.drawing.done()
+
+
+def test_threads_end_with_the_run(talks: Talks, pool: InFlightPool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where an environment answers later."""
+    environments = Environments()
+    begun = set(enumerate_threads())
+    _, draw = talks(SimpleNamespace(pool=pool), environments)
+    draw(SAMPLING)
+    _, answer = environments.steps.get(timeout=60)
+    threads = set(enumerate_threads()) - begun
+    assert {thread.name.partition("_")[0] for thread in threads} >= {"episodes", "gateway"}
+    for end in reversed(environments.ends):
+        end()
+    for thread in threads:
+        if thread.name.startswith(("episodes", "gateway")):
+            thread.join(30)
+            assert not thread.is_alive()
+    answer.set_result(Turn())
+    assert "exception" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -33,8 +34,12 @@ class EnvironmentTurnsInFlight(EnvironmentTurns):
 
     @cached_property
     def service(self) -> PoolService:
-        """Return the engines for all episodes, on the rank with the environments."""
-        return PoolService(cast(EngineOnRanks, self.engine).pool)
+        """Return the engines for all episodes, on the rank with the environments; the threads end with the run."""
+        assert self.rewards is not None
+        service = PoolService(cast(EngineOnRanks, self.engine).pool)
+        self.rewards.at_end(service.close)
+        self.rewards.at_end(partial(self._thread.shutdown, wait=False, cancel_futures=True))
+        return service
 
     def draw(self, prompts: Sequence[Prompt], sampling: SamplingOptions) -> Future[Batch]:
         """See `EnvironmentTurns`; the episodes begin at once, and the future waits for their end."""
@@ -101,7 +106,8 @@ class TurnsInFlight:
                 self._error = error
                 self._service.notify()
 
-        self._owner._thread.submit(run)
+        with suppress(RuntimeError):  # the run has ended
+            self._owner._thread.submit(run)
 
     def _begin(self) -> None:
         for number, episode in enumerate(self._episodes):
