@@ -32,10 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def rank_imports() -> Sequence[str]:
     """The slow imports of every command."""
-    from parallel_layers import ParallelDims
-    from rl_train.cluster import slow_imports
-
-    return slow_imports(ParallelDims(dp=2, pp=2))
+    return ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 
 
 @pytest.fixture(scope="session")

@@ -12,21 +12,20 @@ import fsspec
 import pytest
 import torch
 
-from parallel_layers import ParallelDims
-from rl_train.cluster.launch import prepare, slow_imports
+from rl_train.cluster.fork_server import prepare
 from rl_train.quickstart.task import MODEL, make_checkpoint
 from rl_train.rewards.function import Scores
 from rl_train.rewards.worker import checked
 
 from . import forked
 
-EVERYTHING = slow_imports(ParallelDims(dp=2, pp=2))
+EVERYTHING = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def server_of_command_ranks() -> None:
     """The server that forks the ranks of commands imports once what it has when it starts: that of all commands."""
-    prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.load", *EVERYTHING)
+    prepare("rl_train.loop.score", "rl_train.loop.run", "rl_models.backends.transformers.load")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -126,7 +126,8 @@ LAUNCHER = """
 import os, time
 import torch
 import torch.distributed as dist
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks
+from rl_train.cluster.fork_server import prepare
+from rl_train.cluster.launch import Devices, run_on_ranks
 
 def work(send, folder):
     with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
@@ -163,7 +164,7 @@ def test_ranks_keep_the_users_number_of_threads_and_end_with_a_killed_launcher(t
 INTERRUPTED = """
 import os, pathlib, signal, time
 from multiprocessing.forkserver import _forkserver as server
-from rl_train.cluster.launch import prepare
+from rl_train.cluster.fork_server import prepare
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it, and their children
 prepare("slow")

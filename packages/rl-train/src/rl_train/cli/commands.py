@@ -20,6 +20,7 @@ from rl_train.cli.draw import add_draws
 from rl_train.cli.launch import add_launch
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, add_recipes, examples
+from rl_train.cluster.fork_server import prepare
 from rl_train.options.command import OptionsCommand, takes_options
 from rl_train.options.fields import parse_dtype
 from rl_train.options.memory_plan import PlanOptions
@@ -104,6 +105,7 @@ def score(
 ) -> None:
     """Write log-prob, entropy and (with a critic) value of every token, as JSON lines in the order of the data."""
     with mistakes_as_messages(lambda: f"{out or 'the output'} is incomplete; the same command starts again"):
+        prepare("rl_train.loop.score")
         from parallel_layers import ParallelDims
         from parallel_models.engine import checkpoint_folder
         from rl_models.backends import BackendOptions

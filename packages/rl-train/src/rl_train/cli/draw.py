@@ -15,6 +15,7 @@ from rich.console import Console
 from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import examples
+from rl_train.cluster.fork_server import prepare
 from rl_train.options.command import OptionsCommand, takes_options
 from rl_train.options.draw_options import EvaluateOptions, GenerateOptions
 from rl_train.options.resolve import resolve
@@ -64,6 +65,7 @@ def evaluate(**arguments: Any) -> None:
 
 def _draw(options: GenerateOptions) -> dict[str, float]:
     """Draw responses, write their records, and return their metrics."""
+    prepare("rl_train.loop.draw_run")
     from rl_train.data.mixture import split_sources
     from rl_train.loop.draw_run import draw
     from rl_train.loop.score import open_result

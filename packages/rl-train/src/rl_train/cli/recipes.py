@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from rl_train.cli.mistakes import mistakes_as_messages
+from rl_train.cluster.fork_server import prepare
 from rl_train.options.command import PANELS, OptionsCommand, takes_options
 from rl_train.options.file_options import DistillOptions, DpoOptions, FileOptions, RewardModelOptions, SftOptions
 from rl_train.options.options import TrainOptions
@@ -108,6 +109,8 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
         if sys.stderr.isatty():
             typer.echo("checking the options, the model and the rows", err=True)
         options = resolve(kind, config, arguments)
+        if not (dry_run or getattr(options, "ray", False)):
+            prepare("rl_train.loop.file_recipe" if isinstance(options, FileOptions) else "rl_train.loop.run")
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.cluster.machines import Machines
         from rl_train.loop.folder import check_unlocked, steps_done

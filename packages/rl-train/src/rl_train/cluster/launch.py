@@ -14,11 +14,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,9 +28,9 @@ import torch.distributed as dist
 from ckpt.cli import format_warning
 from ckpt.files import REFUSALS
 from ckpt.transfer import agree_on_first
-from parallel_layers import ParallelDims
-from parallel_layers.device import ASKS_NVML, GPU
+from parallel_layers.device import GPU
 from rl_train.cluster.addresses import interface_of
+from rl_train.cluster.fork_server import prepare
 from rl_train.cluster.kernels import keep_compiled_kernels
 from rl_train.cluster.machines import Failure, Machines, prefixed
 from rl_train.processes.child import GPU_THREADS, Channel
@@ -137,51 +135,6 @@ class _Setup:
     machines: Machines
     store: str
     collective_timeout: float
-
-
-def prepare(*modules: str) -> None:
-    """Start the server that forks all ranks; it imports these modules in the background. A second call does nothing.
-
-    The server starts no threads and touches no device, so forking it is safe.
-    """
-    forkserver.set_forkserver_preload(list(modules))
-    resource_tracker.ensure_running()  # else the server starts it, and unblocks Ctrl-C
-    # Modules such as transformers ask for GPUs at import, and a process that has initialised them cannot be forked into
-    # ranks that use them.
-    before = os.environ.get(ASKS_NVML)
-    os.environ[ASKS_NVML] = "1"
-    try:
-        with _interrupts_blocked():
-            forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[ASKS_NVML]
-        else:
-            os.environ[ASKS_NVML] = before
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C in the processes that start inside, until they unblock it; this process gets it afterwards.
-
-    A terminal sends Ctrl-C to all processes of a command. A process that is importing would print a traceback.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def slow_imports(dims: ParallelDims) -> list[str]:
-    """Return the parts of torch that take a second or more to import and that the ranks of a grid need."""
-    needed = {
-        # torch imports torch._dynamo at the first operator written in Python, or the first optimizer.
-        "torch._dynamo": True,
-        "torch.distributed.fsdp": dims.dp * dims.cp > 1,
-        "torch.distributed.pipelining": dims.pp > 1,
-    }
-    return [name for name, needs in needed.items() if needs]
 
 
 def run_on_ranks(

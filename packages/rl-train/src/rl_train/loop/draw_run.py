@@ -52,7 +52,15 @@ def draw(options: GenerateOptions, on_event: Tell) -> dict[str, float]:
         checked_run = check_run(run_options.model_copy(update={"evaluation": type(run_options.evaluation)()}))
         resolved = checked_run.options.model_copy(update={"evaluation": run_options.evaluation})
         checked_run = dataclasses.replace(checked_run, options=resolved, eval_prompts=checked_run.prompts)
-        return on_ranks(checked_run, on_event, work=partial(_on_rank, scored=evaluates))
+        return on_ranks(checked_run, on_event, work=_evaluate if evaluates else _generate)
+
+
+def _evaluate(rank: LocalRank[CheckedRun]) -> dict[str, float]:
+    return _on_rank(rank, scored=True)
+
+
+def _generate(rank: LocalRank[CheckedRun]) -> dict[str, float]:
+    return _on_rank(rank, scored=False)
 
 
 def _on_rank(rank: LocalRank[CheckedRun], *, scored: bool) -> dict[str, float]:

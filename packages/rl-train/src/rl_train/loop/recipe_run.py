@@ -14,7 +14,8 @@ from ckpt import Checkpoint
 from ckpt.files import lock_file
 from parallel_layers import ParallelDims
 from rl_models.api import ModelCalls, WholeBatches, Worker
-from rl_train.cluster.launch import Devices, from_first, prepare, run_on_ranks, slow_imports
+from rl_train.cluster.fork_server import prepare
+from rl_train.cluster.launch import Devices, from_first, run_on_ranks
 from rl_train.cluster.machines import Machines
 from rl_train.loop.checked_models import dtype_message
 from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned, write_options
@@ -140,7 +141,7 @@ def on_ranks(
 ) -> dict[str, float]:
     """Call `work` on all ranks, and return the metrics that it returns on the first one; {} on other machines."""
     options = checked_run.options
-    prepare(work.__module__, *slow_imports(options.grid))
+    prepare(work.__module__)
     devices = Devices.find(options.device)
     on_event({"phase": "starting", "accelerator": devices.type != "cpu"})
     if message := dtype_message(options.engine, devices):

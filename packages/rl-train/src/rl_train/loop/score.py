@@ -18,7 +18,7 @@ from parallel_models import Role
 from rl_models import Actor, Batch, Critic
 from rl_models.api import WholeBatches, Worker
 from rl_models.backends import BackendOptions
-from rl_train.cluster.launch import Devices, prepare, run_on_ranks, slow_imports
+from rl_train.cluster.launch import Devices, run_on_ranks
 from rl_train.data.sources import parse_json
 from rl_train.loop.checked_models import with_dtype
 from rl_train.planner.plan import check_native_model
@@ -70,8 +70,6 @@ def score(
     for path, role in models:
         if path is not None:
             check_native_model(Checkpoint(path), role, options.dims, options.engine, options.max_tokens)
-
-    prepare(__name__, *slow_imports(options.dims))
 
     def on_event(event: tuple[int, dict[str, list[list[float]]]]) -> None:
         start, columns = event

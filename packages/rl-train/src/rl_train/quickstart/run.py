@@ -11,7 +11,8 @@ import torch
 
 from parallel_layers import ParallelDims
 from parallel_models import OptimizerOptions, SamplingOptions
-from rl_train.cluster.launch import Devices, prepare, slow_imports
+from rl_train.cluster.fork_server import prepare
+from rl_train.cluster.launch import Devices
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_foreign, check_output, locked, write_options
 from rl_train.loop.run import train_in_place
@@ -52,7 +53,7 @@ def _run(
     # One CUDA device runs one rank: NCCL does not put two ranks on a device.
     ranks = 1 if devices.count == 1 else 2
     dims = ParallelDims(tp=ranks)
-    prepare("rl_train.loop.score", "rl_train.loop.run", *slow_imports(dims))
+    prepare("rl_train.loop.score", "rl_train.loop.run")
     start, prompts = out / "start", out / "prompts.jsonl"
     make_checkpoint(start, seed)
     write_prompts(prompts)
