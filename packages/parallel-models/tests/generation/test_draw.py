@@ -147,6 +147,26 @@ def test_ranks_that_draw_differently_are_named_and_nothing_hangs(
         assert "ranks of one tensor-parallel group have drawn different tokens, or by different numbers" in message
 
 
+def mistaken(group: ProcessGroup, path: Path) -> list[str]:
+    """Generate with prompts that are wrong on the second rank alone."""
+    engine, messages = load(path, ParallelDims(dp=2)), list[str]()
+    for prompt in ([], [1, 2, 3, 4], [99]):
+        with pytest.raises(ValueError, match=r"prompt|vocabulary") as error:
+            draw.generate(engine, [prompt if group.rank() else [1]], GenerationOptions(2, max_length=4))
+        messages.append(str(error.value))
+    assert len(draw.generate(engine, [[1]], GenerationOptions(2, max_length=4))) == 1
+    return messages
+
+
+def test_prompts_that_are_wrong_on_one_rank_are_named_on_all(ranks: RankPool, mixture: Path) -> None:
+    """The other ranks drew their responses, and waited for the rank that had raised."""
+    for messages in ranks.run(mistaken, mixture, world=2, timeout=30):
+        empty, long, outside = messages
+        assert "prompts [0] are no rows of token ids" in empty
+        assert "a prompt of 4 tokens leaves no token for a response; max_length=4" in long
+        assert "token id 99 at index [0] is outside the vocabulary" in outside
+
+
 def draw_in_float8(group: ProcessGroup | None, path: Path) -> Responses:
     """Draw with experts in FP8, on one rank by rounding them before, so that prompts are computed with them, too."""
     engine = load(path, ParallelDims() if group is None else ParallelDims(dp=2, ep=2))

@@ -46,14 +46,21 @@ def generate(
         max_tokens: Maximum number of prompt tokens in one forward pass.
 
     Raises:
-        ValueError: A prompt is empty or has a token outside the vocabulary; or as for `draw_responses`.
+        ValueError: A prompt is empty, too long for `max_length`, or has a token outside the vocabulary; or as for
+            `draw_responses`; on every rank.
     """
-    rows = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts]
-    if empty := [number for number, row in enumerate(rows) if row.dim() != 1 or not len(row)]:
-        raise ValueError(f"prompts {empty[:8]} are no rows of token ids; give each prompt at least one token")
-    for row in rows:
-        check_token_ids(row, engine.vocab_size)
-    responses = draw_responses(engine, [Prompt(row.to(engine.grid.device)) for row in rows], options, max_tokens)
+
+    def check() -> list[Prompt]:
+        rows = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts]
+        if empty := [number for number, row in enumerate(rows) if row.dim() != 1 or not len(row)]:
+            raise ValueError(f"prompts {empty[:8]} are no rows of token ids; give each prompt at least one token")
+        for row in rows:
+            check_token_ids(row, engine.vocab_size)
+            options.limit(len(row))
+        return [Prompt(row.to(engine.grid.device)) for row in rows]
+
+    rows = agree(check, _data_group(engine.grid))  # other ranks would wait for a rank that raises
+    responses = draw_responses(engine, rows, options, max_tokens)
     lengths = responses.lengths[: len(rows) * options.n]
     return [tokens[:length] for tokens, length in zip(responses.tokens, lengths, strict=False)]
 
@@ -72,7 +79,7 @@ def draw_responses(
 
     Args:
         engine: The model. Data-parallel ranks bring different prompts; all other ranks of a model bring the same.
-        rows: The prompts, on the engine's device.
+        rows: The prompts, on the engine's device, of which `options.limit` refuses none on any rank.
         options: The options.
         max_tokens: Maximum number of prompt tokens in one forward pass.
         uniforms: `[prompts, n, L]` fp32 in [0, 1), the numbers that decide the tokens (default: by the options' seed).
@@ -88,8 +95,7 @@ def draw_responses(
     parts = _divide(engine, rows, options)
     numbers = parts[grid.rank("cp")]
     local_rows, local_uniforms = [rows[number] for number in numbers], uniforms[numbers].flatten(0, 1)
-    data = None if grid.data_mesh is None else grid.data_mesh.get_group()
-    drawn = agree(lambda: _draw(engine, local_rows, local_uniforms, options, max_tokens, numbers), data)
+    drawn = agree(lambda: _draw(engine, local_rows, local_uniforms, options, max_tokens, numbers), _data_group(grid))
     responses = _gathered(drawn, parts, n, grid.group("cp"))
     if options.keep_cache and grid.dims.cp > 1 and engine.session is not None:
         for place, (tokens, length) in enumerate(zip(responses.tokens.tolist(), responses.lengths, strict=True)):
@@ -195,7 +201,12 @@ def slots_for(engine: Engine, sequences: int) -> int:
 
 def ranks_together(grid: Grid) -> ProcessGroup | None:
     """Return the ranks that share experts. They run every forward pass together: idle ranks feed padding."""
-    return grid.data_mesh.get_group() if grid.dims.ep > 1 and grid.data_mesh is not None else None
+    return _data_group(grid) if grid.dims.ep > 1 else None
+
+
+def _data_group(grid: Grid) -> ProcessGroup | None:
+    """Return the ranks that have other tokens of the same layers; None: this rank has all."""
+    return None if grid.data_mesh is None else grid.data_mesh.get_group()
 
 
 def _gathered(responses: Responses, parts: Sequence[Sequence[int]], n: int, group: ProcessGroup | None) -> Responses:
