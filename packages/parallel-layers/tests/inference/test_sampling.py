@@ -1,5 +1,8 @@
 """Draws of tokens against their distribution."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
@@ -43,16 +46,19 @@ def test_a_row_that_is_no_distribution_has_no_log_prob_and_leaves_the_others_alo
 
 def test_mistakes_are_refused() -> None:
     logits = torch.zeros(1, 3)
-    for options, message in (
+    mistakes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 lie in"),
         ({"min_p": 1.5}, "min_p=1.5 in"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sample(logits, torch.rand(1), **options)  # type: ignore[arg-type]
-    for function, temperature in ((sample, -1.0), (sample, torch.nan), (sample_with_mask, 0.0)):
+    )
+    for options, message in mistakes:
+        draws = (partial(draw, uniforms_N=torch.rand(1)) for draw in (sample, sample_with_mask))
+        for function in (truncate, *draws):
+            with pytest.raises(ValueError, match=message):
+                function(logits, **options)
+    for draw, temperature in ((sample, -1.0), (sample, torch.nan), (sample_with_mask, 0.0)):
         with pytest.raises(ValueError, match=f"temperature={temperature} must"):
-            function(logits, torch.rand(1), temperature=temperature)
+            draw(logits, torch.rand(1), temperature=temperature)
 
 
 def test_equal_numbers_draw_equal_tokens_at_the_ends_of_the_interval() -> None:

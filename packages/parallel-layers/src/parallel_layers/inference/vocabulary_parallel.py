@@ -56,7 +56,7 @@ def share_of(
         return Share(maxima_RN.argmax(0) == group.rank(), normalizer_N, normalizer_N)
     weights_RN = sums_RN[-1] * factor_RN
     passed_RN = weights_RN.cumsum(0)
-    target_N = uniforms_N.to(passed_RN.dtype) * passed_RN[-1]
+    target_N = uniforms_N * passed_RN[-1]
     # Rounding may leave the last cumulative sum below the target: take the last part that has weight.
     ranks = torch.arange(group.size(), device=target_N.device)[:, None]
     last = torch.where(weights_RN > 0, ranks, 0).amax(0)
