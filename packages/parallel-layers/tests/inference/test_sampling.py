@@ -65,6 +65,7 @@ def test_equal_numbers_draw_equal_tokens_at_the_ends_of_the_interval() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(2, 4)
     tokens, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-24]))
     assert tokens.tolist() == [0, 3]
+    assert sample(torch.zeros(8, 8), torch.arange(8) / 8)[0].tolist() == [*range(8)]  # at the borders of tokens
 
 
 @given(

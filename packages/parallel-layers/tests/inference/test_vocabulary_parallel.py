@@ -71,6 +71,8 @@ def test_every_number_finds_a_token_with_weight(ranks: RankPool) -> None:
     uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     for tokens, _ in ranks.run(draw, logits, uniforms, {}, False, world=2):
         assert tokens.tolist() == [1, 2, 2]
+    for tokens, _ in ranks.run(draw, torch.zeros(8, 8), torch.arange(8) / 8, {}, False, world=4):
+        assert tokens.tolist() == [*range(8)]  # at the borders of tokens and of parts
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.7}])

@@ -299,6 +299,14 @@ def test_what_has_no_invariant_form() -> None:
         tp_invariant(ColumnParallelLinear(4, 4, dtype=torch.float64))(torch.randn(2, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("backend", "expected"), [("auto", "invariant"), ("exact", "exact")])
+@pytest.mark.parametrize("name", ["llama", "latent"])
+def test_attention_has_an_invariant_backend(name: str, backend: str, expected: str) -> None:
+    """On a CPU the bits of "auto" can be equal by chance."""
+    view = tp_invariant(DecoderLayer(replace(CONFIGS[name], attention_backend=backend)))
+    assert view.self_attn.options["backend"] == expected
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [5, 16])
 def test_what_the_kernels_of_the_head_are_given(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

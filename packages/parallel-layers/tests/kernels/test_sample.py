@@ -49,6 +49,21 @@ def test_numbers_at_borders_draw_tokens_with_weight(device: torch.device, monkey
     assert ((tokens % 32 >= 8) & (tokens % 32 < 24)).all()
 
 
+def test_a_number_at_a_border_draws_the_token_behind_it(device: torch.device) -> None:
+    """Equal weights, whose sums are exact."""
+    uniforms = torch.arange(8, device=device) / 8
+    tokens, _ = draw_tokens(torch.zeros(8, 8, device=device), uniforms, 1.0)
+    assert tokens.tolist() == [*range(8)]
+
+
+def test_the_largest_number_draws_a_token_with_weight(device: torch.device) -> None:
+    """The sum of a whole block can be above the last of its cumulative sums."""
+    logits = torch.randn(40, 2048, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[:, -8:] = -torch.inf
+    _, log_probs = draw_tokens(logits, torch.full((40,), 1 - 2.0**-24, device=device), 1.0)
+    assert (log_probs > -torch.inf).all()
+
+
 def test_broken_rows_have_no_log_prob(device: torch.device) -> None:
     logits = torch.randn(4, 300, device=device)
     logits[0, 5], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
