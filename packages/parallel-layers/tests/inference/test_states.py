@@ -201,6 +201,18 @@ def test_a_state_does_not_go_back() -> None:
     assert cache.blocks.lengths == [5, 5, 0]
 
 
+@torch.no_grad()
+def test_a_forward_without_tokens_leaves_the_states() -> None:
+    cache = PagedKVCache(SHAPES, PLACES, ROOM, block_size=4, num_blocks=9, dtype=torch.float64)
+    for pool in cache.pool._pools:
+        pool.normal_()
+    before = [pool.clone() for pool in cache.pool._pools]
+    for number, layer in build().items():
+        none = torch.zeros(0, HIDDEN, dtype=torch.float64)
+        assert layer(none, boundaries([0] * PLACES), cache.layer(number)).shape == none.shape
+    assert all(map(torch.equal, cache.pool._pools, before))
+
+
 def test_a_checkpoint_holds_its_blocks_until_it_is_dropped() -> None:
     cache = PagedKVCache([ONE], 2, 8, block_size=4, num_blocks=5)
     cache.reserve([5, 0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from parallel_models import (
     load_engine,
 )
 from parallel_models.generation import Prompt, Responses, draw_responses, end_sessions
+from parallel_models.generation.continuous_batching import ContinuousBatching
 from parallel_models.generation.decoding import CacheOptions, Decoding
 from parallel_models.generation.session import GenerationSession
 from parallel_models.training import ParallelEngine, TrainedModel
@@ -100,6 +101,26 @@ def test_a_small_pool_gives_cached_blocks_up_and_puts_responses_off(llama: Path)
         assert sum(computed) < sum(anew)
         totals.append(sum(computed))
     assert totals[1] < totals[0]
+
+
+def test_the_shortest_response_waits_when_the_pool_is_full(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the fewest tokens to compute again."""
+    engine, put_off = load(llama), list[tuple[int, int]]()
+    leave = ContinuousBatching._leave
+
+    def spy(batching: ContinuousBatching, slots: Collection[int]) -> None:
+        lengths = {slot: batching.drawn[response] for slot, response in batching._busy()}
+        put_off.extend((lengths[slot], min(lengths.values())) for slot in slots if batching.session.active[slot])
+        leave(batching, slots)
+
+    monkeypatch.setattr(ContinuousBatching, "_leave", spy)
+    block = 2 * 2 * 2 * 8 * 4 * BLOCK
+    options: dict[str, Any] = {"max_length": 2 * BLOCK, "max_new_tokens": 2 * BLOCK - 9}
+    draw(engine, [tokens(1 + 8 * number, number) for number in range(2)], cache_gib=4.5 * block / 2**30, **options)
+    assert put_off
+    assert all(length == least for length, least in put_off)
+    assert any(least for _, least in put_off)
+    end_sessions()
 
 
 def test_a_group_is_computed_once_over_calls(llama: Path) -> None:
