@@ -29,6 +29,7 @@ from parallel_models import EngineOptions, GenerationOptions, Grid, MicroBatch, 
 from parallel_models.generation import Prompt, Responses, draw_responses, end_sessions
 from parallel_models.generation.drafter import Drafter
 from parallel_models.model.language_models import CausalLM
+from parallel_models.model.multi_token_prediction import Predictions
 from parallel_models.training import ParallelEngine
 
 VOCAB, LAYERS, NEW = 23, 2, 21
@@ -220,6 +221,32 @@ def test_drafts_are_those_of_the_layers(
                 states = model.mtp.layer_states(0, model.model, hidden, packed, tokens, None)
                 torch.testing.assert_close(logits[number][0], model.logits(states[-1:])[0], rtol=1e-4, atol=1e-4)
                 hidden, tokens = torch.cat((hidden, states[-1:])), torch.cat((tokens, drafts[0, number : number + 1]))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("glm", 1), ("deepseek", 2)])
+def test_the_layer_that_repeats_goes_on_by_one_position_a_draft(
+    folder: Callable[..., Path], name: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong positions would change no token, but fewer drafts would stay."""
+    positions, ends = list[list[int]](), list[int]()
+    draft, layer_states = Drafter.draft, Predictions.layer_states
+
+    def watched(drafter: Drafter, packed: PackedSequence, cache: Any, tokens: Tensor, last: Tensor, *draws: Any) -> Any:
+        ends.append(int(cache.lengths[0] + last[0]))
+        positions.append([])
+        return draft(drafter, packed, cache, tokens, last, *draws)
+
+    def watched_layers(of: Predictions, number: int, decoder: Any, hidden: Tensor, packed: Any, *others: Any) -> Tensor:
+        if packed.max_seqlen == 1 and positions:
+            assert others[1].lengths[0] == packed.position_ids[0]
+            positions[-1].append(int(packed.position_ids[0]))
+        return layer_states(of, number, decoder, hidden, packed, *others)
+
+    monkeypatch.setattr(Drafter, "draft", watched)
+    monkeypatch.setattr(Predictions, "layer_states", watched_layers)
+    draw(load(folder(name)), prompts=PROMPTS[:1], drafts=3, n=1, max_new_tokens=6, exact=True)
+    assert positions == [[end + ahead + 1 for ahead in range(3 - layers)] for end in ends]
+    assert ends[0] == len(PROMPTS[0]) - 1
 
 
 def test_draws_with_drafts_have_the_probabilities_of_the_model(folder: Callable[..., Path]) -> None:
