@@ -140,10 +140,10 @@ def test_a_negative_length_raises_on_every_rank(ranks: RankPool) -> None:
 
 def test_micro_batches_are_packed_and_dummies_hold_padding_alone() -> None:
     sequences = [torch.arange(n) + 1 for n in (3, 1, 2)]
-    first, second, dummy = pack_micro_batches(sequences, [[0, 2], [1], []], multiple_of=4, pad_id=9)
-    assert first.input_ids.tolist() == [1, 2, 3, 1, 2, 9, 9, 9]
-    assert second.input_ids.tolist() == [1, 9, 9, 9]
-    assert dummy.input_ids.tolist() == [9] * 4
+    first, second, dummy = pack_micro_batches(sequences, [[0, 2], [1], []], multiple_of=4)
+    assert first.input_ids.tolist() == [1, 2, 3, 1, 2, 0, 0, 0]
+    assert second.input_ids.tolist() == [1, 0, 0, 0]
+    assert dummy.input_ids.tolist() == [0] * 4
     assert (dummy.num_sequences, dummy.padding) == (0, 4)
     assert (next_token_labels(dummy) == -100).all()
 

@@ -34,7 +34,7 @@ def test_the_layout_in_the_module_docstring() -> None:
 @given(lengths_lists, st.integers(1, 8), dtypes)
 def test_packing_properties(lengths: list[int], multiple_of: int, dtype: torch.dtype) -> None:
     parts = sequences(lengths)
-    packed = PackedSequence.from_sequences([p.to(dtype) for p in parts], multiple_of=multiple_of, pad_id=-7)
+    packed = PackedSequence.from_sequences([p.to(dtype) for p in parts], multiple_of=multiple_of)
     assert packed.input_ids.dtype == packed.position_ids.dtype == torch.int64
     assert packed.num_tokens % multiple_of == 0
     assert packed.padding < multiple_of
@@ -43,7 +43,7 @@ def test_packing_properties(lengths: list[int], multiple_of: int, dtype: torch.d
     assert packed.cu_seqlens[-1] == packed.num_tokens
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == max([*lengths, packed.padding], default=0)
-    assert packed.input_ids[packed.num_tokens - packed.padding :].eq(-7).all()
+    assert packed.input_ids[packed.num_tokens - packed.padding :].eq(0).all()
     assert all(torch.equal(a, b) for a, b in zip(packed.split(packed.input_ids), parts, strict=True))
     assert all(p.tolist() == list(range(len(p))) for p in packed.split(packed.position_ids))
     for part, label in zip(parts, packed.split(next_token_labels(packed)), strict=True):

@@ -101,7 +101,6 @@ def pack_micro_batches(
     micro_batches: Sequence[Sequence[int]],
     *,
     multiple_of: int = 1,
-    pad_id: int = 0,
     device: torch.device | None = None,
 ) -> list[PackedSequence]:
     """Pack each micro-batch of a split.
@@ -110,7 +109,6 @@ def pack_micro_batches(
         sequences: Token ids `[L_i]` of all samples, in the caller's order.
         micro_batches: The result of `split_micro_batches`.
         multiple_of: The number of tokens of each micro-batch is a multiple of it (tp under sequence parallelism).
-        pad_id: The token of the padding.
         device: The device of dummies on a rank without samples (default: the CPU).
 
     Returns:
@@ -121,13 +119,13 @@ def pack_micro_batches(
     for members in micro_batches:
         if members:
             group = [sequences[index] for index in members]
-            packed.append(PackedSequence.from_sequences(group, multiple_of=multiple_of, pad_id=pad_id))
+            packed.append(PackedSequence.from_sequences(group, multiple_of=multiple_of))
         else:
-            packed.append(pad_to(PackedSequence.from_sequences([]).to(device), multiple_of, pad_id=pad_id))
+            packed.append(pad_to(PackedSequence.from_sequences([]).to(device), multiple_of))
     return packed
 
 
-def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> PackedSequence:
+def pad_to(packed: PackedSequence, num_tokens: int) -> PackedSequence:
     """Return the same batch padded to `num_tokens`, at least its number of tokens; all padding is one last segment."""
     num_added = num_tokens - packed.num_tokens
     if num_added < 0:
@@ -141,7 +139,7 @@ def pad_to(packed: PackedSequence, num_tokens: int, *, pad_id: int = 0) -> Packe
     keys = packed.shared_keys
     return dataclasses.replace(
         packed,
-        input_ids=F.pad(packed.input_ids, (0, num_added), value=pad_id),
+        input_ids=F.pad(packed.input_ids, (0, num_added)),
         position_ids=torch.cat([packed.position_ids[:num_real], added]),
         rotary_positions=None if axes is None else torch.cat([axes[:, :num_real], added.expand(3, -1)], dim=1),
         cu_seqlens=F.pad(bounds, (0, 1), value=num_tokens),

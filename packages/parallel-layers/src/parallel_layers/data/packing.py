@@ -109,8 +109,8 @@ class PackedSequence:
         )
 
     @classmethod
-    def from_sequences(cls, sequences: Sequence[Tensor], *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
-        """Pack sequences `[L_i]` of integers and pad the total to a multiple of `multiple_of` with `pad_id`."""
+    def from_sequences(cls, sequences: Sequence[Tensor], *, multiple_of: int = 1) -> PackedSequence:
+        """Pack sequences `[L_i]` of integers and pad the total to a multiple of `multiple_of` with token 0."""
         for i, ids in enumerate(sequences):
             if not isinstance(ids, Tensor):
                 raise ValueError(f"sequence {i} must be a tensor of token ids, got {type(ids).__name__}")
@@ -123,7 +123,9 @@ class PackedSequence:
         padding = -sum(lengths) % multiple_of
         segments = [*lengths, padding] if padding else lengths
         return cls(
-            input_ids=torch.cat([*(ids.long() for ids in sequences), torch.full((padding,), pad_id, device=device)]),
+            input_ids=torch.cat(
+                [*(ids.long() for ids in sequences), torch.zeros(padding, dtype=torch.int64, device=device)]
+            ),
             position_ids=torch.cat([torch.arange(n) for n in [*segments, 0]]).to(device),
             cu_seqlens=torch.tensor([0, *segments]).cumsum(0).int().to(device),
             max_seqlen=max(segments, default=0),
@@ -142,7 +144,7 @@ class PackedSequence:
             )
 
 
-def pack(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1, pad_id: int = 0) -> PackedSequence:
+def pack(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1) -> PackedSequence:
     """Pack the tokens of `input_ids` `[B, S]` where `attention_mask` `[B, S]` is 1 or True.
 
     Rows may be padded on the right, on the left, or both. Positions count from 0 at the first kept token of a row.
@@ -156,7 +158,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1, pad
         )
     mask = attention_mask.bool()
     return PackedSequence.from_sequences(
-        [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)], multiple_of=multiple_of, pad_id=pad_id
+        [ids[keep] for ids, keep in zip(input_ids, mask, strict=True)], multiple_of=multiple_of
     )
 
 
@@ -193,16 +195,16 @@ def unpack(
     return values.new_full((*mask.shape, *values.shape[1:]), padding_value).index_put((mask,), rows)
 
 
-def next_token_labels(packed: PackedSequence, ignore_index: int = -100) -> Tensor:
+def next_token_labels(packed: PackedSequence) -> Tensor:
     """Return the next token of each token: `[T]` with `label[t] = input_ids[t + 1]` inside a sequence.
 
-    The last token of each sequence and all padding get `ignore_index`. Call it on the whole batch, before sharding.
+    The last token of each sequence and all padding get -100. Call it on the whole batch, before sharding.
     """
     labels = packed.input_ids.roll(-1)
     if packed.num_tokens:
         # For an empty segment, the index is the end of the segment before, or of the whole batch (-1).
-        labels.index_fill_(0, packed.cu_seqlens[1:].long() - 1, ignore_index)
-        labels[packed.num_tokens - packed.padding :] = ignore_index
+        labels.index_fill_(0, packed.cu_seqlens[1:].long() - 1, -100)
+        labels[packed.num_tokens - packed.padding :] = -100
     return labels
 
 
