@@ -419,7 +419,11 @@ def test_answers_are_json_that_any_client_reads(tokenizer: TextCodec) -> None:
     assert endpoint.post("/v1/messages", body(**fields)).json()["content"] == [{"type": "text", "text": call}]
     tool = {"type": "function", "name": "multiply", "parameters": {"maximum": math.nan}}
     reply = endpoint.post("/v1/responses", {"model": "policy", "input": "x", "tools": [tool]})
-    assert "NaN" not in reply.text
+    values = json.loads(reply.text, parse_constant=pytest.fail)
+    assert values["tools"][0]["parameters"] == {"maximum": None}
+    endpoint.script.say = lambda prompt: call.replace("NaN", r'"\ud800"')
+    function = endpoint.post(CHAT, body(tools=[TOOL])).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert json.loads(function["arguments"]) == {"a": "\ud800"}
 
 
 def test_a_path_that_is_not_served(tokenizer: TextCodec) -> None:

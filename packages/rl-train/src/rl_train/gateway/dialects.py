@@ -22,7 +22,6 @@ from rl_train.gateway.bodies import (
     read,
 )
 from rl_train.gateway.drawing import Choice
-from rl_train.gateway.encoding import Raw, token_entries
 from rl_train.gateway.errors import ApiError
 from rl_train.gateway.sessions import Session
 from rl_train.trajectories.recorder import Call
@@ -62,7 +61,7 @@ class Dialect(ABC):
     stream = names_ids = False
     text: ClassVar[bool] = True
     draws: ClassVar[bool] = True
-    last_event: ClassVar[str] = ""
+    last_event: ClassVar[bytes] = b""
     stream_options = StreamOptions()
 
     def __init__(self, values: Any, codec: TextCodec, session: Session) -> None:
@@ -103,10 +102,13 @@ class Dialect(ABC):
         """Return the message that a client gets, in the form of chat completions; None in dialects without messages."""
         return None
 
-    def log_probs(self, choice: Choice, begin: int = 0) -> Raw:
+    def log_probs(self, choice: Choice, begin: int = 0) -> list[dict[str, Any]]:
         """Return the log-probs of the tokens of a choice from a token on, in the form of chat completions."""
         names = self.names(choice.response.tokens[begin:])
-        return token_entries(names, choice.response.log_probs[begin:], with_bytes=not self.names_ids)
+        return [
+            {"token": name, "logprob": value, "bytes": None if self.names_ids else [*name.encode()], "top_logprobs": []}
+            for name, value in zip(names, choice.response.log_probs[begin:], strict=True)
+        ]
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """Return the name of each token in log-probs."""
@@ -128,7 +130,7 @@ class Dialect(ABC):
 class Completions(Dialect):
     """The form of chat completions and completions: an entry for each choice."""
 
-    last_event = "data: [DONE]\n\n"
+    last_event = b"data: [DONE]\n\n"
 
     object = "text_completion"
 

@@ -117,7 +117,8 @@ class Sampler:
                     yield choice
         finally:
             for request in waiting:
-                request.cancel()
+                if not request.cancel() and not request.cancelled():
+                    request.exception()  # the error of another request is raised
 
     def _request(self, drawing: Drawing, choice: Choice) -> Future[Response]:
         """Have the engine draw the next tokens of a choice."""

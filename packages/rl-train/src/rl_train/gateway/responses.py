@@ -8,7 +8,6 @@ from typing import Any
 from rl_train.gateway.bodies import ResponsesBody, read
 from rl_train.gateway.chat import ItemDialect
 from rl_train.gateway.drawing import Choice
-from rl_train.gateway.encoding import Raw
 from rl_train.gateway.errors import ApiError, unsupported
 
 # The events of an item's text, by the type of the item.
@@ -83,7 +82,7 @@ class Responses(ItemDialect):
 
     def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
         """See `ItemDialect`."""
-        log_probs = self.log_probs(choice, begin) if self._wants_log_probs else Raw("[]")
+        log_probs = self.log_probs(choice, begin) if self._wants_log_probs else []
         part = _TEXT | {"text": text, "logprobs": log_probs}
         item = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "status": "completed"}
         return item | {"content": [part]}

@@ -8,11 +8,13 @@ import json
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import TypeAdapter
 
 from rl_train.data.codec import TextCodec
 from rl_train.gateway.anthropic import CountTokens, Messages
@@ -20,7 +22,6 @@ from rl_train.gateway.bodies import RewardBody, read
 from rl_train.gateway.chat import Chat
 from rl_train.gateway.dialects import Completion, Dialect, Generate
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
-from rl_train.gateway.encoding import encode
 from rl_train.gateway.errors import ApiError
 from rl_train.gateway.responses import Responses
 from rl_train.gateway.service import EngineService
@@ -41,10 +42,11 @@ _DIALECTS: dict[str, type[Dialect]] = {
     "/v1/messages/count_tokens": CountTokens,
     "/inference/v1/generate": Generate,
 }
+_MODELS, _REWARD = "/v1/models", "/v1/reward"
+_SERVED = f"POST {', '.join([*_DIALECTS, _REWARD])} and GET {_MODELS}"
 # The first part of the path of a client that cannot choose its key.
 _PREFIX = "/sessions/{key}"
-_PREFIXES = ("", _PREFIX)
-_MODELS, _REWARD = ("/v1/models", "/v1/models/{model:path}"), "/v1/reward"
+_JSON = TypeAdapter[Any](Any)
 _LOOPBACK = "127.0.0.1"
 # The number of ended sessions whose keys are known: an agent that was left behind calls some episodes later. A key is
 # kept as its digest, about 150 bytes each, 10 MB together.
@@ -152,21 +154,22 @@ class Gateway:
         """Return the ASGI application."""
         from starlette.applications import Starlette  # of the extra
         from starlette.exceptions import HTTPException
-        from starlette.routing import Route
+        from starlette.routing import Mount, Route
 
         async def failed(request: Request, error: Exception) -> Response:
+            path = re.sub(_PREFIX.format(key="[^/]*"), "", request.url.path)
             if isinstance(error, HTTPException):
-                error = _unserved(request, error.status_code)
-            return _json((answered := ApiError.of(error)).to_json(), answered.status)
+                message = f"{request.method} {path!r:.100} is not served; give one of {_SERVED}"
+                error = ApiError(error.status_code, message)
+            answered = ApiError.of(error)
+            return _json(_DIALECTS.get(path, Dialect).error(answered), answered.status)
 
-        endpoints: dict[str, Any] = {path: self._answers(dialect) for path, dialect in _DIALECTS.items()}
-        endpoints |= {_REWARD: self._reward}
-        routes = [
-            *(Route(prefix + path, call, methods=["POST"]) for path, call in endpoints.items() for prefix in _PREFIXES),
-            *(Route(prefix + path, self._models, methods=["GET"]) for path in _MODELS for prefix in _PREFIXES),
-        ]
-        handlers: dict[Any, Any] = {ApiError: failed, HTTPException: failed, Exception: failed}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        calls = {path: partial(self._answer, dialect) for path, dialect in _DIALECTS.items()}
+        routes: list[Any] = [Route(path, call, methods=["POST"]) for path, call in calls.items()]
+        routes += [Route(_REWARD, self._reward, methods=["POST"])]
+        routes += [Route(path, self._models, methods=["GET"]) for path in (_MODELS, _MODELS + "/{model:path}")]
+        handlers: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, Exception), failed)
+        return Starlette(routes=[*routes, Mount(_PREFIX, routes=routes)], exception_handlers=handlers)
 
     def _session(self, request: Request) -> Session:
         """Return the session of a request's key: in its path, its bearer token, or a header.
@@ -201,16 +204,7 @@ class Gateway:
             session.reward = reward
         return _json({"reward": reward})
 
-    def _answers(self, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                return await self._answer(request, dialect)
-            except ApiError as error:
-                return _json(dialect.error(error), error.status)
-
-        return endpoint
-
-    async def _answer(self, request: Request, dialect: type[Dialect]) -> Response:
+    async def _answer(self, dialect: type[Dialect], request: Request) -> Response:
         session = self._session(request)
         call = dialect(await self._body(request), self._sampler.codec, session)
         self._check_model(call.model)
@@ -339,7 +333,7 @@ async def _stream(
 
     first = await anext(events)
 
-    async def texts() -> AsyncIterator[str]:
+    async def texts() -> AsyncIterator[bytes]:
         async with aclosing(events):
             try:
                 yield _text(first)
@@ -353,26 +347,26 @@ async def _stream(
     return StreamingResponse(texts(), media_type="text/event-stream", headers=headers)
 
 
-def _unserved(request: Request, status: int) -> ApiError:
-    """Return the error of a path, or of a method of a path, that the endpoint has not."""
-    path = re.sub(_PREFIX.format(key="[^/]*"), "", request.url.path)
-    served = f"POST {', '.join([*_DIALECTS, _REWARD])} and GET {_MODELS[0]}"
-    return ApiError(status, f"{request.method} {path!r:.100} is not served; give one of {served}")
-
-
 def _digest(key: str) -> bytes:
     """Return the digest of a key, which opens nothing."""
     return hashlib.sha256(key.encode()).digest()
 
 
-def _text(events: Sequence[dict[str, Any]]) -> str:
+def _text(events: Sequence[dict[str, Any]]) -> bytes:
     """Return the text of events, each under its name where it has a type."""
-    return "".join(
-        (f"event: {values['type']}\n" if "type" in values else "") + f"data: {encode(values)}\n\n" for values in events
-    )
+    names = [f"event: {values['type']}\n".encode() if "type" in values else b"" for values in events]
+    return b"".join(b"%bdata: %b\n\n" % (name, _encode(values)) for name, values in zip(names, events, strict=True))
 
 
 def _json(values: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     from starlette.responses import Response  # of the extra
 
-    return Response(encode(values), status, headers, "application/json")
+    return Response(_encode(values), status, headers, "application/json")
+
+
+def _encode(values: Any) -> bytes:
+    """Return values as JSON; a client's NaN becomes null."""
+    try:
+        return _JSON.dump_json(values)
+    except ValueError:  # half of a surrogate pair, which JSON has as an escape
+        return json.dumps(values).encode()
