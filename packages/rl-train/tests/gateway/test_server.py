@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,25 @@ def test_a_chat_is_answered_and_recorded(tokenizer: TextCodec) -> None:
     assert first.seed != second.seed
     assert endpoint.session.calls == 1
     assert endpoint.session.tokens == 2 * len(ids)
+
+
+def test_several_answers_are_in_order(tokenizer: TextCodec) -> None:
+    """Also where the engine answers the first request last."""
+    texts = iter("ab")
+
+    class Late(Script):
+        def submit(self, request: Any, sampling: Any) -> Any:
+            future = super().submit(request, sampling)
+            if len(self.requests) > 1:
+                return future
+            late: Future[Any] = Future()
+            threading.Timer(0.05, late.set_result, [future.result()]).start()
+            return late
+
+    endpoint = Endpoint(tokenizer, lambda prompt: next(texts), script=Late)
+    choices = endpoint.post(CHAT, body(n=2)).json()["choices"]
+    assert [(choice["index"], choice["message"]["content"]) for choice in choices] == [(0, "a"), (1, "b")]
+    assert [call.answer["content"] for call in endpoint.record.recorded] == ["a", "b"]
 
 
 def test_seeds(tokenizer: TextCodec) -> None:

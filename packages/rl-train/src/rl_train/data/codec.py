@@ -16,6 +16,9 @@ from rl_train.data.sources import read_json
 # A chat template's mark of what a model learns.
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
+# The number of tokens at the end of a prompt in which a tag may begin a thought.
+_TAIL = 16
+
 
 class TextCodec:
     """The tokenizer of a checkpoint folder (`tokenizer.json`), loaded at its first use.
@@ -170,6 +173,10 @@ class TextCodec:
         """Return the text of token ids, on request with special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Say whether the answer to a prompt begins within the model's thoughts, as some templates have it."""
+        return self.decode(prompt[-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token, with special tokens; without a tokenizer the ids.

@@ -9,12 +9,13 @@ from typing import Any
 from rl_train.gateway.bodies import MessagesBody, read
 from rl_train.gateway.chat import ItemDialect
 from rl_train.gateway.drawing import Choice
-from rl_train.gateway.errors import ApiError, unsupported
+from rl_train.gateway.errors import ApiError, invalid, unsupported
 
 # The field "type" of an error with this HTTP status.
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ERRORS |= {504: "timeout_error"}
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 class Messages(ItemDialect):
@@ -22,19 +23,18 @@ class Messages(ItemDialect):
 
     kind = "msg"
 
-    def read(self, values: Any) -> None:
-        """See `Dialect`."""
+    def _read(self, values: Any) -> None:
         body = read(MessagesBody, values)
-        self.take(body)
+        self._take(body)
         system = [] if not body.system else [{"role": "system", "content": body.system}]
         messages = [new for number, message in enumerate(body.messages) for new in _messages(message, number)]
-        tools = [_tool(tool) for tool in body.tools or ()]
-        self.take_chat([*system, *messages], tools if self.offers((body.tool_choice or {}).get("type")) else None)
+        tools, tool_choice = [_tool(tool) for tool in body.tools or ()], (body.tool_choice or {}).get("type")
+        self._take_chat([*system, *messages], tools, tool_choice)
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         (choice,) = choices
-        values = {"content": list(self.items(choice)), "usage": self._usage(choices)}
+        values = {"content": list(self.items(choice)), "usage": self._usage(choices) | _CACHE}
         return self._message() | self._end(choice) | values
 
     def begin(self) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ class Messages(ItemDialect):
     def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
         (choice,) = choices
-        usage = self._usage(choices)
+        usage = self._usage(choices) | _CACHE
         return [{"type": "message_delta", "delta": self._end(choice), "usage": usage}, {"type": "message_stop"}]
 
     @classmethod
@@ -55,41 +55,31 @@ class Messages(ItemDialect):
 
     def _message(self) -> dict[str, Any]:
         """Return the message before its first block."""
-        values = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
-        return values | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-
-    def _usage(self, choices: Sequence[Choice] = ()) -> dict[str, int]:
-        prompt, drawn = self.counts(choices)
-        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": prompt, "output_tokens": drawn, **cache}
+        values: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return values | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage(()) | _CACHE}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         reason = "stop_sequence" if choice.stop is not None else _STOP_REASONS[self.finish(choice)]
         return {"stop_reason": reason, "stop_sequence": choice.stop}
 
-    def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
-        """See `ItemDialect`."""
+    def _text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
         return {"type": "text", "text": text}
 
-    def call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """See `ItemDialect`."""
+    def _call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]
         values = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
         return {"type": "tool_use", **values}
 
-    def opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `ItemDialect`."""
+    def _opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         empty: dict[str, Any] = {"text": ""} if item["type"] == "text" else {"input": {}}
         return [{"type": "content_block_start", "index": number, "content_block": item | empty}]
 
-    def filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
-        """See `ItemDialect`."""
+    def _filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
         delta = {"type": "text_delta", "text": item["text"]} if item["type"] == "text" else None
         delta = delta or {"type": "input_json_delta", "partial_json": json.dumps(item["input"])}
         return {"type": "content_block_delta", "index": number, "delta": delta}
 
-    def closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `ItemDialect`."""
+    def _closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"type": "content_block_stop", "index": number}]
 
 
@@ -98,9 +88,8 @@ class CountTokens(Messages):
 
     draws = False
 
-    def read(self, values: Any) -> None:
-        """See `Dialect`."""
-        super().read({"max_tokens": 1, **values} if isinstance(values, Mapping) else values)
+    def _read(self, values: Any) -> None:
+        super()._read({"max_tokens": 1, **values} if isinstance(values, Mapping) else values)
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
@@ -111,16 +100,16 @@ def _messages(message: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
     """Return a message as messages of chat completions: each result of a tool is a message of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise ApiError(400, f"messages[{number}]: the role {role!r:.50} must be user or assistant", "messages")
+        raise invalid("messages", f"messages[{number}]: the role {role!r:.50} must be user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-        raise ApiError(400, f"messages[{number}]: the content must be a text or a list of blocks", "messages")
+        raise invalid("messages", f"messages[{number}]: the content must be a text or a list of blocks")
     messages, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
     for block in blocks:
         match role, block.get("type"):
             case "user", "tool_result":
                 if texts:
-                    raise ApiError(400, f"messages[{number}]: results of tools come before texts", "messages")
+                    raise invalid("messages", f"messages[{number}]: results of tools come before texts")
                 result = {"tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
                 messages.append({"role": "tool", **result})
             case "assistant", "tool_use":

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from parallel_models import SamplingOptions
-from rl_train.gateway.errors import ApiError, unsupported
+from rl_train.gateway.errors import ApiError, invalid, unsupported
 
 # Fields that change no token, in all dialects.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
@@ -212,5 +212,4 @@ def read(kind: type[Body], values: Any, place: str = "") -> Body:
         if mistake["type"] == "extra_forbidden":
             message = f"{name} is no field that this endpoint knows; leave it out"
             raise ApiError(400, message, name, "unknown_parameter") from None
-        value = mistake["input"]
-        raise ApiError(400, f"{name}={value!r:.100}: {mistake['msg']}", name, "invalid_value") from None
+        raise invalid(name, f"{name}={mistake['input']!r:.100}: {mistake['msg']}") from None

@@ -12,17 +12,9 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from rl_train.data.codec import TextCodec
-from rl_train.gateway.bodies import (
-    CompletionBody,
-    GenerateBody,
-    GenerateParameters,
-    Named,
-    Sampled,
-    StreamOptions,
-    read,
-)
+from rl_train.gateway.bodies import Answered, CompletionBody, GenerateBody, GenerateParameters, Named, Sampled, read
 from rl_train.gateway.drawing import Choice
-from rl_train.gateway.errors import ApiError
+from rl_train.gateway.errors import ApiError, invalid
 from rl_train.gateway.sessions import Session
 from rl_train.trajectories.recorder import Call
 
@@ -36,16 +28,18 @@ class Dialect(ABC):
         session: The episode.
 
     Attributes:
+        kind: The beginning of the ids of answers.
+        field: The field of the body that has the prompt.
+        text: Whether the client gets a text.
+        draws: Whether the answer has responses; otherwise it describes the prompt.
+        last_event: The end of a stream.
         model: The model that the client names; None: it names none.
         sampled: How the client asks for tokens to be drawn.
         limit: The largest number of tokens that the client asks for; None: it names none.
         recorded: The call in the episode's recorder, with the tokens of the prompt.
-        field: The field of the body that has the prompt.
-        stream: Whether the client waits for parts; `stream_options` say of what.
-        text: Whether the client gets a text.
+        stream: Whether the client waits for parts.
+        wants_log_probs: Whether the client gets log-probs.
         names_ids: Whether the names of tokens in log-probs are their ids.
-        draws: Whether the answer has responses; otherwise it describes the prompt.
-        last_event: The text at the end of a stream.
         overridden: The client's options that the run overrides, beside those of `sampled`.
 
     Raises:
@@ -53,24 +47,23 @@ class Dialect(ABC):
     """
 
     kind: ClassVar[str]
+    field: ClassVar[str] = "prompt"
+    text: ClassVar[bool] = True
+    draws: ClassVar[bool] = True
+    last_event: ClassVar[bytes] = b""
     model: str | None
     sampled: Sampled
     limit: int | None
     recorded: Call
-    field: ClassVar[str] = "prompt"
-    stream = names_ids = False
-    text: ClassVar[bool] = True
-    draws: ClassVar[bool] = True
-    last_event: ClassVar[bytes] = b""
-    stream_options = StreamOptions()
+    stream = wants_log_probs = names_ids = False
 
     def __init__(self, values: Any, codec: TextCodec, session: Session) -> None:
         self.codec, self.session, self.overridden = codec, session, list[str]()
         self.id, self.created = f"{self.kind}-{uuid4().hex}", int(time.time())
-        self.read(values)
+        self._read(values)
 
     @abstractmethod
-    def read(self, values: Any) -> None:
+    def _read(self, values: Any) -> None:
         """Read the body."""
 
     @abstractmethod
@@ -102,123 +95,135 @@ class Dialect(ABC):
         """Return the message that a client gets, in the form of chat completions; None in dialects without messages."""
         return None
 
-    def log_probs(self, choice: Choice, begin: int = 0) -> list[dict[str, Any]]:
-        """Return the log-probs of the tokens of a choice from a token on, in the form of chat completions."""
-        names = self.names(choice.response.tokens[begin:])
-        return [
-            {"token": name, "logprob": value, "bytes": None if self.names_ids else [*name.encode()], "top_logprobs": []}
-            for name, value in zip(names, choice.response.log_probs[begin:], strict=True)
-        ]
+    def finish(self, choice: Choice) -> str | None:
+        """Return the end of a choice; None before."""
+        return choice.finish
 
-    def names(self, tokens: Sequence[int]) -> list[str]:
+    def _take(self, body: Named) -> None:
+        """Take the fields that dialects share."""
+        self.model, self.sampled, self.limit, self.stream = body.model, body, body.max_tokens, bool(body.stream)
+
+    def _names(self, tokens: Sequence[int]) -> list[str]:
         """Return the name of each token in log-probs."""
         if self.names_ids:
             return [f"token_id:{token}" for token in tokens]
         return [self.codec.decode([token], special=True) for token in tokens]
 
-    def counts(self, choices: Sequence[Choice]) -> tuple[int, int]:
-        """Return the number of tokens of the prompt, and of the choices together."""
-        return len(self.recorded.tokens), sum(len(choice.response.tokens) for choice in choices)
+    def _token_entries(self, choice: Choice, begin: int) -> list[dict[str, Any]]:
+        """Return the log-probs of the tokens of a choice from a token on, in the form of chat completions."""
+        names = self._names(choice.response.tokens[begin:])
+        return [
+            {"token": name, "logprob": value, "bytes": None if self.names_ids else [*name.encode()], "top_logprobs": []}
+            for name, value in zip(names, choice.response.log_probs[begin:], strict=True)
+        ]
 
-    def take(self, body: Named) -> None:
-        """Take the fields that dialects share."""
-        self.model, self.sampled, self.limit = body.model, body, body.max_tokens
-        self.stream, self.names_ids = bool(body.stream), bool(getattr(body, "return_tokens_as_token_ids", False))
-        self.stream_options = body.stream_options or StreamOptions()
+    def _log_probs(self, choice: Choice, begin: int) -> dict[str, Any]:
+        """Return the log-probs of an entry."""
+        return {"content": self._token_entries(choice, begin), "refusal": None}
+
+    def _entry(self, choice: Choice, begin: int) -> dict[str, Any]:
+        """Return the fields of a choice from a token on, without what was drawn."""
+        log_probs = self._log_probs(choice, begin) if self.wants_log_probs else None
+        return {"index": choice.index, "logprobs": log_probs, "finish_reason": self.finish(choice)}
+
+    def _usage(self, choices: Sequence[Choice], prompt: str = "input", drawn: str = "output") -> dict[str, int]:
+        """Return the numbers of tokens of the prompt and of the choices, each under a name of the dialect."""
+        counts = len(self.recorded.tokens), sum(len(choice.response.tokens) for choice in choices)
+        return {f"{prompt}_tokens": counts[0], f"{drawn}_tokens": counts[1]}
 
 
 class Completions(Dialect):
     """The form of chat completions and completions: an entry for each choice."""
 
+    object: str
+    sampled: Answered
     last_event = b"data: [DONE]\n\n"
-
-    object = "text_completion"
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """Return the entry of a complete choice."""
-        return self.part(choice, choice.text, 0)
-
-    @abstractmethod
-    def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
-        """Return the entry of a part of a choice; see `grow`."""
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
-        return self._with([self.whole(choice) for choice in choices]) | {"usage": self._usage(choices)}
+        return self._with([self._whole(choice) for choice in choices], choices)
 
     def grow(self, choice: Choice, text: str, begin: int) -> list[dict[str, Any]]:
         """See `Dialect`."""
-        return [self._with([self.part(choice, text, begin)])]
+        return [self._with([self._part(choice, text, begin)])]
 
     def end(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """See `Dialect`."""
-        return [self._with([]) | {"usage": self._usage(choices)}] if self.stream_options.include_usage else []
+        options = self.sampled.stream_options
+        return [self._with([], choices)] if options is not None and options.include_usage else []
 
-    def ids(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
-        """Return the token ids of a choice where the client asks for them."""
-        wanted = getattr(self.sampled, "return_token_ids", False)
-        return {"token_ids": choice.response.tokens[begin:]} if wanted else {}
+    @abstractmethod
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        """Return the entry of a complete choice."""
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        prompt, drawn = self.counts(choices)
-        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    @abstractmethod
+    def _part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        """Return the entry of a part of a choice; see `grow`."""
 
-    def _with(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _with(self, entries: list[dict[str, Any]], choices: Sequence[Choice] | None = None) -> dict[str, Any]:
+        """Return an answer with these entries; with the usage of choices where they are given."""
         values = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
-        return {**values, "choices": entries}
+        if choices is None:
+            return {**values, "choices": entries}
+        usage = self._usage(choices, "prompt", "completion")
+        return {**values, "choices": entries, "usage": usage | {"total_tokens": sum(usage.values())}}
+
+    def _take(self, body: Named) -> None:
+        super()._take(body)
+        self.names_ids = bool(self.sampled.return_tokens_as_token_ids)
+
+    def _entry(self, choice: Choice, begin: int) -> dict[str, Any]:
+        ids = {"token_ids": choice.response.tokens[begin:]} if self.sampled.return_token_ids else {}
+        return super()._entry(choice, begin) | ids
 
 
 class Completion(Completions):
     """`/v1/completions`."""
 
     kind = "cmpl"
+    object = "text_completion"
 
-    def read(self, values: Any) -> None:
-        """See `Dialect`."""
+    def _read(self, values: Any) -> None:
         body = read(CompletionBody, values)
-        self.take(body)
-        self.limit = body.max_tokens or 16
-        self.wants_log_probs = body.logprobs is not None
+        self._take(body)
+        self.limit, self.wants_log_probs = body.max_tokens or 16, body.logprobs is not None
         try:
             tokens = self.codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
         except ValueError as error:
-            raise ApiError(400, str(error), "prompt", "invalid_value") from error
+            raise invalid("prompt", str(error)) from error
         self.recorded = self.session.recorder.ids(tokens)
 
-    def part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
-        """See `Completions`."""
-        log_probs = None
-        if self.wants_log_probs:
-            tokens = self.names(choice.response.tokens[begin:])
-            values = choice.response.log_probs[begin:]
-            log_probs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
-        entry = {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": choice.finish}
-        prompt = {"prompt_token_ids": self.recorded.tokens} if (ids := self.ids(choice, begin)) else {}
-        return entry | ids | prompt
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return self._part(choice, choice.text, 0)
+
+    def _part(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        prompt = {"prompt_token_ids": self.recorded.tokens} if self.sampled.return_token_ids else {}
+        return self._entry(choice, begin) | {"text": text} | prompt
+
+    def _log_probs(self, choice: Choice, begin: int) -> dict[str, Any]:
+        names, values = self._names(choice.response.tokens[begin:]), choice.response.log_probs[begin:]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
 
 
 class Generate(Dialect):
     """vLLM's `/inference/v1/generate`: token ids in, token ids and log-probs out."""
 
     kind = "gen"
+    field = "token_ids"
     text = False
     names_ids = True
-    field = "token_ids"
 
-    def read(self, values: Any) -> None:
-        """See `Dialect`."""
+    def _read(self, values: Any) -> None:
         body = read(GenerateBody, values)
         self.sampled = parameters = read(GenerateParameters, body.sampling_params, "sampling_params.")
         self.model, self.limit = body.model, parameters.max_tokens or 16
-        self.recorded = self.session.recorder.ids(body.token_ids)
         self.wants_log_probs = parameters.logprobs is not None
+        self.recorded = self.session.recorder.ids(body.token_ids)
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         return {"request_id": self.id, "choices": [self._whole(choice) for choice in choices], "prompt_logprobs": None}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        log_probs = {"content": self.log_probs(choice), "refusal": None} if self.wants_log_probs else None
         kept = {} if choice.response.kept is None else {"sampling_mask": choice.response.kept}
-        entry = {"index": choice.index, "logprobs": log_probs, "finish_reason": choice.finish}
-        return entry | {"token_ids": choice.response.tokens} | kept
+        return self._entry(choice, 0) | {"token_ids": choice.response.tokens} | kept

@@ -7,12 +7,13 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from parallel_layers.module import hashed_seed
 from parallel_models import SamplingOptions
 from rl_train.data.codec import TextCodec
 from rl_train.engines.interface import Request, Response
-from rl_train.gateway.errors import ApiError
+from rl_train.gateway.errors import ApiError, episode_ended
 from rl_train.gateway.service import EngineService
 from rl_train.trajectories.samples import joined_routing
 
@@ -83,11 +84,14 @@ class Sampler:
     seconds: float
 
     async def grow(self, drawing: Drawing, begun: Callable[[Future[Response]], None]) -> AsyncGenerator[Choice, None]:
-        """Yield all choices as they grow, each the last time with its `finish`; `begun` takes the engine's requests.
+        """Yield all choices as they grow, each the last time with its `finish`.
+
+        Args:
+            drawing: What to draw.
+            begun: Takes the requests of the engine, which the end of the episode cancels.
 
         Raises:
-            CancelledError: A request was cancelled.
-            ApiError: The call takes longer than its limit.
+            ApiError: The call takes longer than its limit, or the episode has ended.
             NotFiniteError: The engine drew a log-prob that is not finite.
         """
         loop = asyncio.get_running_loop()
@@ -107,8 +111,10 @@ class Sampler:
                 if not done:
                     raise ApiError(504, f"the call took longer than {self.seconds:g} s", code="deadline")
                 for request in sorted(done, key=lambda request: waiting[request].index):
-                    choice, part = waiting.pop(request), request.result()
-                    _check(part)
+                    choice = waiting.pop(request)
+                    if request.cancelled():
+                        raise episode_ended()
+                    _check(part := request.result())
                     seen = len(choice.response.tokens)
                     choice.response = joined(choice.response, part)
                     self._end(choice, drawing, seen)
@@ -139,20 +145,14 @@ class Sampler:
         tokens = choice.response.tokens
         if drawing.text or drawing.stops:
             choice.text = self.codec.decode(tokens)
-        if _place(choice.text, drawing.stops) is not None:
-            length = next(
-                (
-                    n
-                    for n in range(seen + 1, len(tokens))
-                    if _place(self.codec.decode(tokens[:n]), drawing.stops) is not None
-                ),
-                len(tokens),
-            )
-            choice.response = cut(choice.response, length)
-            choice.text = self.codec.decode(tokens[:length])
-            place = _place(choice.text, drawing.stops)
-            choice.stop = next(stop for stop in drawing.stops if choice.text.startswith(stop, place))
-            choice.text, choice.finish = choice.text[:place], "stop"
+        if _first_stop(choice.text, drawing.stops) is not None:
+            length, found = seen, None
+            while found is None:
+                length += 1
+                choice.text = self.codec.decode(tokens[:length])
+                found = _first_stop(choice.text, drawing.stops)
+            place, choice.stop = found
+            choice.response, choice.text, choice.finish = cut(choice.response, length), choice.text[:place], "stop"
         elif tokens and tokens[-1] in tuple(drawing.sampling.stop_ids):
             choice.finish = "stop"
         elif len(tokens) >= drawing.limit:
@@ -197,6 +197,7 @@ def _check(part: Response) -> None:
             )
 
 
-def _place(text: str, stops: Sequence[str]) -> int | None:
-    """Return the place of the first stop text in a text; None without."""
-    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the first stop text in a text, behind its place; None without."""
+    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found, key=itemgetter(0), default=None)

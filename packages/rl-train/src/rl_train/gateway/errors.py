@@ -36,3 +36,13 @@ class ApiError(Exception):
 def unsupported(param: str, message: str) -> ApiError:
     """Return the error of a field, or of a value of a field, that the endpoint does not offer."""
     return ApiError(400, message, param, "unsupported_value")
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """Return the error of a field with a wrong value."""
+    return ApiError(400, message, param, "invalid_value")
+
+
+def episode_ended() -> ApiError:
+    """Return the error of a call in an episode that has ended."""
+    return ApiError(403, "the episode has ended; it takes no further calls", code="episode_ended")

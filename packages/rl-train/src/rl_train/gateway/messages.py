@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_train.gateway.errors import ApiError, unsupported
+from rl_train.gateway.errors import invalid, unsupported
 
 # The roles of clients, and those of chat templates.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -29,18 +29,18 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def _checked(message: Mapping[str, Any], place: str, names: dict[Any, str]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(f"{place}: the role {role!r:.50} must be one of {', '.join(_ROLES)}")
+        raise invalid("messages", f"{place}: the role {role!r:.50} must be one of {', '.join(_ROLES)}")
     if message.get("function_call") is not None:
         raise unsupported("messages", f"{place}: function_call is not offered; use tool_calls")
     calls = message.get("tool_calls") or []
     if content is None and not calls:
-        raise _wrong(f"{place}: the content is missing; give a text")
+        raise invalid("messages", f"{place}: the content is missing; give a text")
     values = {"role": _ROLES[role], "content": _text(content, place), "name": message.get("name")}
     if calls:
         values["tool_calls"] = [_call(call, f"{place}.tool_calls", names) for call in calls]
     if role == "tool":
         if not isinstance(number := message.get("tool_call_id"), str):
-            raise _wrong(f"{place}: a result of a tool needs tool_call_id, the id of its call")
+            raise invalid("messages", f"{place}: a result of a tool needs tool_call_id, the id of its call")
         values |= {"tool_call_id": number, "name": values["name"] or names.get(number, "tool")}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -55,7 +55,7 @@ def _text(content: Any, place: str) -> str:
         if not isinstance(kind, str) or kind not in _TEXTS:
             raise unsupported("messages", f"{place}: a content of the type {kind!r:.50} is not offered; give texts")
         if not isinstance(part.get(_TEXTS[kind]), str):
-            raise _wrong(f"{place}: a content of the type {kind} needs the field {_TEXTS[kind]}, a text")
+            raise invalid("messages", f"{place}: a content of the type {kind} needs the field {_TEXTS[kind]}, a text")
         texts.append(part[_TEXTS[kind]])
     return "\n".join(texts)
 
@@ -64,16 +64,12 @@ def _call(call: Any, place: str, names: dict[Any, str]) -> dict[str, Any]:
     """Return a call of a tool, and keep the name of the tool under the id of the call."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(f"{place}: a call needs function.name, a text")
+        raise invalid("messages", f"{place}: a call needs function.name, a text")
     arguments = function.get("arguments") or "{}"
     try:
         json.loads(arguments)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _wrong(f"{place}: the arguments {arguments!r:.100} are no JSON text ({error})") from None
+        raise invalid("messages", f"{place}: the arguments {arguments!r:.100} are no JSON text ({error})") from None
     names[call.get("id")] = function["name"]
     number = {} if call.get("id") is None else {"id": call["id"]}
     return {**number, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _wrong(message: str) -> ApiError:
-    return ApiError(400, message, "messages", "invalid_value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,13 +27,11 @@ class Responses(ItemDialect):
     kind = "resp"
     field = "input"
 
-    def read(self, values: Any) -> None:
-        """See `Dialect`."""
+    def _read(self, values: Any) -> None:
         self._body = body = read(ResponsesBody, values)
-        self.take(body)
-        self.limit = body.max_output_tokens or body.max_tokens
-        self._numbers = 0
-        self._wants_log_probs = "message.output_text.logprobs" in (body.include or ())
+        self._take(body)
+        self.limit, self._numbers = body.max_output_tokens or body.max_tokens, itertools.count()
+        self.wants_log_probs = "message.output_text.logprobs" in (body.include or ())
         previous = body.previous_response_id
         if previous is not None and previous not in self.session.conversations:
             raise ApiError(
@@ -45,20 +44,21 @@ class Responses(ItemDialect):
         instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         history = [*self.session.conversations.get(previous, ()), *_messages(items)]
-        tools = [_tool(tool) for tool in body.tools or ()]
-        self.take_chat([*instructions, *history], tools if self.offers(body.tool_choice) else None)
+        self._take_chat([*instructions, *history], [_tool(tool) for tool in body.tools or ()], body.tool_choice)
         self._history = self.messages[len(instructions) :]
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""
         (choice,) = choices
         self.session.conversations[self.id] = [*self._history, self.message(choice)]
-        status = "incomplete" if choice.finish == "length" else "completed"
-        reason = {"reason": "max_output_tokens"} if choice.finish == "length" else None
-        prompt, drawn = self.counts(choices)
-        usage = {"input_tokens": prompt, "output_tokens": drawn, "total_tokens": prompt + drawn, **_DETAILS}
-        output = list(self.items(choice))
-        return self._response(status) | {"incomplete_details": reason, "output": output, "usage": usage}
+        usage = self._usage(choices)
+        values = {
+            "output": list(self.items(choice)),
+            "usage": usage | {"total_tokens": sum(usage.values()), **_DETAILS},
+        }
+        if choice.finish == "length":
+            return self._response("incomplete") | values | {"incomplete_details": {"reason": "max_output_tokens"}}
+        return self._response("completed") | values
 
     def begin(self) -> list[dict[str, Any]]:
         """See `Dialect`."""
@@ -80,35 +80,30 @@ class Responses(ItemDialect):
         tools = {"tool_choice": body.tool_choice or "auto", "tools": body.tools or []}
         return _FIXED | values | tools | {"temperature": sampling.temperature, "top_p": sampling.top_p}
 
-    def text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
-        """See `ItemDialect`."""
-        log_probs = self.log_probs(choice, begin) if self._wants_log_probs else []
+    def _text_item(self, choice: Choice, text: str, begin: int) -> dict[str, Any]:
+        log_probs = self._token_entries(choice, begin) if self.wants_log_probs else []
         part = _TEXT | {"text": text, "logprobs": log_probs}
         item = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "status": "completed"}
         return item | {"content": [part]}
 
-    def call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """See `ItemDialect`."""
+    def _call_item(self, call: Mapping[str, Any]) -> dict[str, Any]:
         item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
         return item | call["function"]
 
-    def opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `ItemDialect`."""
+    def _opened(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
         events = [self._event("output_item.added", output_index=number, item=item | empty | {"status": "in_progress"})]
         if item["type"] == "message":
             events.append(self._event("content_part.added", **_place(number, item), part=_TEXT))
         return events
 
-    def filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
-        """See `ItemDialect`."""
+    def _filled(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
         name = _KINDS[item["type"]]
         contents = _contents(item)
         text = contents.pop(name.rpartition("_")[2])
         return self._event(f"{name}.delta", **_place(number, item), delta=text, **contents)
 
-    def closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `ItemDialect`."""
+    def _closed(self, number: int, item: dict[str, Any]) -> list[dict[str, Any]]:
         place = _place(number, item)
         events = [self._event(f"{_KINDS[item['type']]}.done", **place, **_contents(item))]
         if item["type"] == "message":
@@ -116,9 +111,7 @@ class Responses(ItemDialect):
         return [*events, self._event("output_item.done", output_index=number, item=item)]
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
-        event = {"type": f"response.{kind}", "sequence_number": self._numbers, **values}
-        self._numbers += 1
-        return event
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **values}
 
 
 def _place(number: int, item: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from rl_train.gateway.bodies import RewardBody, read
 from rl_train.gateway.chat import Chat
 from rl_train.gateway.dialects import Completion, Dialect, Generate
 from rl_train.gateway.drawing import Choice, Drawing, Sampler, shown
-from rl_train.gateway.errors import ApiError
+from rl_train.gateway.errors import ApiError, episode_ended
 from rl_train.gateway.responses import Responses
 from rl_train.gateway.service import EngineService
-from rl_train.gateway.sessions import Session, episode_ended
+from rl_train.gateway.sessions import Session
 from rl_train.trajectories.samples import part_of
 
 # Starlette and uvicorn are the extra `gateway`.
@@ -47,7 +47,7 @@ _SERVED = f"POST {', '.join([*_DIALECTS, _REWARD])} and GET {_MODELS}"
 # The first part of the path of a client that cannot choose its key.
 _PREFIX = "/sessions/{key}"
 _JSON = TypeAdapter[Any](Any)
-_LOOPBACK = "127.0.0.1"
+_MODEL, _LOOPBACK = "policy", "127.0.0.1"
 # The number of ended sessions whose keys are known: an agent that was left behind calls some episodes later. A key is
 # kept as its digest, about 150 bytes each, 10 MB together.
 _MOST_ENDED = 2**16
@@ -69,8 +69,6 @@ class Gateway:
         service: The engine.
         codec: The tokenizer of the policy.
         context: The largest number of tokens of a prompt with its response.
-        model: The name of the model.
-        host: The address to listen on; other machines reach no loopback address.
         seconds: The time limit of a call.
         most_bytes: The largest size of a request.
 
@@ -84,13 +82,11 @@ class Gateway:
         codec: TextCodec,
         *,
         context: int,
-        model: str = "policy",
-        host: str = _LOOPBACK,
         seconds: float = 600.0,
         most_bytes: int = 2**24,
     ) -> None:
-        self._sampler, self._context, self._model, self._host = Sampler(service, codec, seconds), context, model, host
-        self._most_bytes, self._sessions, self._ended = most_bytes, dict[str, Session](), dict[bytes, None]()
+        self._sampler, self._context, self._most_bytes = Sampler(service, codec, seconds), context, most_bytes
+        self._sessions, self._ended = dict[str, Session](), dict[bytes, None]()
         self._ending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: Any = None
@@ -98,19 +94,11 @@ class Gateway:
         self.url = ""
 
     def start(self) -> None:
-        """Listen in a thread, on a port that is free.
-
-        Raises:
-            ValueError: The host is no address of this machine.
-            ImportError: The extra `gateway` is not installed.
-        """
+        """Listen in a thread, on a free port of the loopback device; ImportError without the extra `gateway`."""
         import uvicorn  # of the extra
 
-        try:
-            listener = socket.create_server((self._host, 0), backlog=2048)
-        except OSError as error:
-            raise ValueError(f"host={self._host!r}: {error}; give an address of this machine") from error
-        self.url = f"http://{self._host}:{listener.getsockname()[1]}"
+        listener = socket.create_server((_LOOPBACK, 0), backlog=2048)
+        self.url = f"http://{_LOOPBACK}:{listener.getsockname()[1]}"
         config = uvicorn.Config(self.app(), log_level="warning", access_log=False, lifespan="off", ws="none")
         self._server, started = uvicorn.Server(config), threading.Event()
 
@@ -189,11 +177,11 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rl-train"}
+        entry = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "rl-train"}
         entry |= {"max_model_len": self._context, "root": str(self._sampler.codec.file.parent)}
         if (name := request.path_params.get("model")) is None:
             return _json({"object": "list", "data": [entry]})
-        self._check_model(name)
+        _check_model(name)
         return _json(entry)
 
     async def _reward(self, request: Request) -> Response:
@@ -207,7 +195,7 @@ class Gateway:
     async def _answer(self, dialect: type[Dialect], request: Request) -> Response:
         session = self._session(request)
         call = dialect(await self._body(request), self._sampler.codec, session)
-        self._check_model(call.model)
+        _check_model(call.model)
         overridden = call.sampled.check(session.sampling) + call.overridden
         with session.going_on():
             session.overridden.update(overridden)
@@ -230,12 +218,6 @@ class Gateway:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._model):
-            raise ApiError(
-                404, f"there is no model {name!r:.100}; the model is {self._model!r}", "model", "model_not_found"
-            )
 
     @cached_property
     def _largest_token(self) -> int:
@@ -261,21 +243,10 @@ class Gateway:
         count, stops = call.sampled.n or 1, call.sampled.stops
         return Drawing(call.recorded.tokens, session.sampling, limit, count, seed, stops, call.stream, call.text)
 
-    async def _grow(self, drawing: Drawing, session: Session) -> AsyncGenerator[Choice, None]:
-        """Draw the choices of a call, as long as the episode goes on."""
-        try:
-            async with aclosing(self._sampler.grow(drawing, session.wait_for)) as grown:
-                async for choice in grown:
-                    yield choice
-        except asyncio.CancelledError:
-            if session.ended:
-                raise episode_ended() from None
-            raise
-
     async def _whole(self, call: Dialect, drawing: Drawing, session: Session) -> dict[str, Any]:
         with session.call(drawing) as (drawing, choices):
-            async with aclosing(self._grow(drawing, session)) as grown:
-                drawn = [choice async for choice in grown if choice.finish is not None]
+            grown = self._sampler.grow(drawing, session.wait_for)
+            drawn = [choice async for choice in grown if choice.finish is not None]
             drawn.sort(key=lambda choice: choice.index)
             self._record(call, drawn, session)
             choices += drawn
@@ -288,7 +259,7 @@ class Gateway:
         sent = [(0, 0)] * drawing.count  # of each choice: the characters and tokens that the client has
         with session.call(drawing) as (drawing, choices):
             yield call.begin()
-            async with aclosing(self._grow(drawing, session)) as grown:
+            async with aclosing(self._sampler.grow(drawing, session.wait_for)) as grown:
                 async for choice in grown:
                     text, (characters, tokens) = shown(choice, drawing.stops), sent[choice.index]
                     sent[choice.index] = max(len(text), characters), len(choice.response.tokens)
@@ -303,6 +274,11 @@ class Gateway:
             for choice in choices:
                 part, truncated = part_of(choice.response), choice.finish == "length"
                 session.recorder.record(call.recorded, part, call.message(choice), truncated=truncated)
+
+
+def _check_model(name: str | None) -> None:
+    if name not in (None, _MODEL):
+        raise ApiError(404, f"there is no model {name!r:.100}; the model is {_MODEL!r}", "model", "model_not_found")
 
 
 async def _unless_gone(work: Awaitable[Any], request: Request) -> Any:

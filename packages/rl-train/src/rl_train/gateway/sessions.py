@@ -14,7 +14,7 @@ from typing import Any
 from parallel_layers.module import crc_seed, hashed_seed
 from parallel_models import SamplingOptions
 from rl_train.gateway.drawing import Choice, Drawing, NotFiniteError
-from rl_train.gateway.errors import ApiError
+from rl_train.gateway.errors import ApiError, episode_ended
 from rl_train.trajectories.recorder import Recorder
 
 
@@ -130,8 +130,3 @@ class Session:
     def _over(self, what: str, limit: int) -> ApiError:
         self.limited = what
         return ApiError(400, f"the episode has its {limit} {what}; end it", code=f"episode_{what}")
-
-
-def episode_ended() -> ApiError:
-    """Return the error of a call in an episode that has ended."""
-    return ApiError(403, "the episode has ended; it takes no further calls", code="episode_ended")

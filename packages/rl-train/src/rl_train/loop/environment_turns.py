@@ -29,8 +29,6 @@ from rl_train.trajectories.samples import Sample, batch_of, next_call, parts_of,
 
 # The next call of the engine waits this number of seconds for steps; later ones join the call after it.
 _PATIENCE_SECONDS = 2.0
-# The number of tokens before an answer in which a tag may begin a thought.
-_TAIL = 16
 
 
 @dataclass
@@ -203,9 +201,7 @@ class EnvironmentAnswers:
         reason = "length" if self._cut(sample) else "stop"
         response = Response(codec.decode(ids), codec.decode(ids, special=True), ids, reason)
         last = sample.room < 1 or len(sample.parts) >= self.owner.checked_run.options.data.max_turns
-        # A template may begin an answer with a thought.
-        thinking = codec.decode(sample.tokens[:begin][-_TAIL:], special=True).rstrip().endswith(("<think>", "[THINK]"))
-        return self.ask(episode, "step", response, last=last, thinking=thinking)
+        return self.ask(episode, "step", response, last=last, thinking=codec.thinking(sample.tokens[:begin]))
 
     def answer(self, episode: Episode, turn: Turn) -> tuple[dict[str, float], list[int] | None]:
         """Return numbers of a turn (`COLUMNS`) by name, and the tokens that follow it; None at the end."""
