@@ -274,6 +274,56 @@ def test_mistakes_are_errors_in_openais_form(tokenizer: TextCodec, name: str) ->
     assert endpoint.session.calls == 0
 
 
+TOOL_RESULT = {"role": "user", "content": [{"type": "tool_result", "content": "x"}]}
+ANSWER = {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "message"),
+    [
+        (CHAT, {"messages": [QUESTION]}, "model is missing"),
+        (
+            CHAT,
+            body(tools=[{"type": "custom", "custom": {"name": "f"}}]),
+            "'custom': {'name': 'f'}} is no function with",
+        ),
+        (CHAT, body(tools=[{"type": "function", "function": {"parameters": {}}}]), "is no function with a name; only"),
+        (CHAT, body(tools=[{"function": "f"}]), "the tool {'function': 'f'} is no function with a name"),
+        (CHAT, body(QUESTION, ANSWER), "the policy draws whole answers: remove it"),
+        (CHAT, body(stop=5), "stop=5: Input should be a valid string; or Input should be a valid list"),
+        (TEXT, {"model": "policy", "prompt": ["a", "b"]}, "prompt=['a', 'b']: Input should be a valid string; or"),
+        (IDS, {"token_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n=0: Input should be greater"),
+        ("/v1/messages", body(), "max_tokens is missing"),
+        ("/v1/messages", body(TOOL_RESULT, system="s", max_tokens=5), "messages[0]: a result of a tool needs the id"),
+        ("/v1/messages", body(thread={"type": "create"}, max_tokens=5), "is not offered here; give False, or leave"),
+        ("/v1/messages", body(system=[{"type": "image"}], max_tokens=5), "system: a content of the type 'image'"),
+        (
+            "/v1/responses",
+            {
+                "model": "policy",
+                "instructions": "s",
+                "input": [QUESTION, {"type": "function_call_output", "output": "1"}],
+            },
+            "input[1]: a result of a tool needs the id of its call",
+        ),
+    ],
+)
+def test_errors_name_the_place_in_the_request(
+    tokenizer: TextCodec, path: str, values: dict[str, Any], message: str
+) -> None:
+    reply = Endpoint(tokenizer, lambda prompt: "x").post(path, values)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+
+
+def test_fields_without_a_value(tokenizer: TextCodec) -> None:
+    """Clients may send null for what they leave out, also for fields that the endpoint does not know."""
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    assert endpoint.post(CHAT, body(temperature=None, verbosity=None, ignore_eos=None, tools=None)).status_code == 200
+    values = {"model": "policy", "input": "x", "reasoning": {"effort": None, "summary": None}}
+    assert endpoint.post("/v1/responses", values).status_code == 200
+
+
 def test_other_mistakes(tokenizer: TextCodec) -> None:
     endpoint = Endpoint(tokenizer, lambda prompt: "x", most_bytes=1000)
     vocabulary = len(tokenizer.vocabulary)
@@ -452,7 +502,9 @@ def test_a_path_that_is_not_served(tokenizer: TextCodec) -> None:
     for reply, status, named in (
         (endpoint.post(f"/sessions/{endpoint.session.key}/v1/embeddings", body()), 404, "POST '/v1/embeddings'"),
         (endpoint.request("GET", CHAT), 405, "GET '/v1/chat/completions'"),
+        (endpoint.request("GET", "/v1/messages/batches"), 404, "GET '/v1/messages/batches'"),
     ):
+        assert ("type" in reply.json()) == ("batches" in named)
         message = reply.json()["error"]["message"]
         assert (reply.status_code, message.startswith(f"{named} is not served; give one of POST {CHAT}")) == (
             status,

@@ -26,8 +26,12 @@ class Messages(ItemDialect):
     def _read(self, values: Any) -> None:
         body = read(MessagesBody, values)
         self._take(body)
-        system = [] if not body.system else [{"role": "system", "content": body.system}]
-        messages = [new for number, message in enumerate(body.messages) for new in _messages(message, number)]
+        system = [] if not body.system else [("system", {"role": "system", "content": body.system})]
+        messages = [
+            (f"messages[{number}]", new)
+            for number, message in enumerate(body.messages)
+            for new in _messages(message, number)
+        ]
         tools, tool_choice = [_tool(tool) for tool in body.tools or ()], (body.tool_choice or {}).get("type")
         self._take_chat([*system, *messages], tools, tool_choice)
 

@@ -13,7 +13,7 @@ from rl_train.gateway.errors import ApiError, invalid, unsupported
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
 _WITHOUT_EFFECT |= {"prompt_cache_retention", "priority", "cache_salt", "skip_special_tokens", "detokenize"}
 _WITHOUT_EFFECT |= {"routed_experts_prompt_start", "cache_control", "inference_geo"}
-# Fields that are accepted with these values alone, which are the same as no value; None is always one of them.
+# Fields that are accepted with these values alone, which are the same as no value. None is no value in all fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_bias", "chat_template_kwargs", "output_config", "reasoning"), ({},)),
     **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("echo", "add_special_tokens", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("continue_final_message", "background"), (False,)),
+    **dict.fromkeys(("continue_final_message", "background", "thread"), (False,)),
     **dict.fromkeys(("prompt_logprobs", "structured_outputs", "reasoning_effort", "features", "chat_template"), ()),
     **dict.fromkeys(("kv_transfer_params", "container", "context_management", "conversation"), ()),
     **dict.fromkeys(("max_tool_calls", "prompt"), ()),
@@ -196,10 +196,12 @@ def read(kind: type[Body], values: Any, place: str = "") -> Body:
     """
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(values).__name__}")
-    values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+    values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT and value is not None}
     for name in [name for name in values if name in _NEUTRAL and name not in kind.model_fields]:
         value = values.pop(name)
-        if value is not None and value not in _NEUTRAL[name]:
+        if isinstance(value, dict):
+            value = {key: entry for key, entry in value.items() if entry is not None}
+        if value not in _NEUTRAL[name]:
             allowed = " or ".join(map(repr, _NEUTRAL[name])) or "no value"
             raise unsupported(
                 place + name, f"{place}{name}={value!r:.100} is not offered here; give {allowed}, or leave it out"
@@ -207,9 +209,14 @@ def read(kind: type[Body], values: Any, place: str = "") -> Body:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        mistake = error.errors()[0]
+        mistake, *further = error.errors()
         name = place + ".".join(map(str, mistake["loc"][:1]))
+        if mistake["type"] == "missing":
+            raise invalid(name, f"{name} is missing") from None
         if mistake["type"] == "extra_forbidden":
             message = f"{name} is no field that this endpoint knows; leave it out"
             raise ApiError(400, message, name, "unknown_parameter") from None
-        raise invalid(name, f"{name}={mistake['input']!r:.100}: {mistake['msg']}") from None
+        # A field of several types has a message for each.
+        messages = [mistake["msg"], *(other["msg"] for other in further if other["loc"][:1] == mistake["loc"][:1])]
+        shown = "; or ".join(dict.fromkeys(messages))
+        raise invalid(name, f"{name}={values[mistake['loc'][0]]!r:.100}: {shown}") from None

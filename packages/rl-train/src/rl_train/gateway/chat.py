@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from parallel_layers.module import hashed_seed
+from rl_train.data.chat import name_of
 from rl_train.gateway.bodies import ChatBody, read
 from rl_train.gateway.dialects import Completions, Dialect
 from rl_train.gateway.drawing import Choice
 from rl_train.gateway.errors import ApiError, invalid, unsupported
-from rl_train.gateway.messages import checked_messages
+from rl_train.gateway.messages import PlacedMessage, checked_messages
 from rl_train.gateway.tool_calls import answer, format_of
 
 
@@ -37,7 +38,7 @@ class ChatDialect(Dialect):
         return "tool_calls" if choice.finish and "tool_calls" in self.message(choice) else choice.finish
 
     def _take_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
+        self, messages: Sequence[PlacedMessage], tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
     ) -> None:
         """Take the chat; a choice that forces a call has no effect; tools that the template drops are refused."""
         if tool_choice in ("required", "any"):
@@ -121,7 +122,13 @@ class Chat(Completions, ChatDialect):
         self._take(body)
         self.object = "chat.completion.chunk" if self.stream else "chat.completion"
         self.limit, self.wants_log_probs = body.max_completion_tokens or body.max_tokens, bool(body.logprobs)
-        self._take_chat(body.messages, body.tools, body.tool_choice)
+        for tool in body.tools or ():
+            if tool.get("type", "function") != "function" or name_of(tool.get("function")) is None:
+                raise unsupported(
+                    "tools", f"the tool {tool!r:.100} is no function with a name; only functions are offered"
+                )
+        messages = [(f"messages[{number}]", message) for number, message in enumerate(body.messages)]
+        self._take_chat(messages, body.tools, body.tool_choice)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         return self._entry(choice, 0) | {"message": {**self.message(choice), "refusal": None}}

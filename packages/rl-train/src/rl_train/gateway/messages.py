@@ -14,16 +14,25 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+# A message in the form of chat completions, behind its place in the client's request.
+PlacedMessage = tuple[str, Mapping[str, Any]]
+
+
+def checked_messages(messages: Sequence[PlacedMessage]) -> list[dict[str, Any]]:
     """Return messages with the fields that chat templates read alone, and each content as one text.
 
     The role "developer" becomes "system", and the result of a tool gets the name of its tool.
 
     Raises:
-        ApiError: A message is none, or has other contents than texts.
+        ApiError: A message is none, or has other contents than texts; or an answer is the last message.
     """
     names: dict[Any, str] = {}
-    return [_checked(message, f"messages[{number}]", names) for number, message in enumerate(messages)]
+    checked = [_checked(message, place, names) for place, message in messages]
+    if checked[-1]["role"] == "assistant":
+        raise invalid(
+            "messages", 'the last message is of the role "assistant"; the policy draws whole answers: remove it'
+        )
+    return checked
 
 
 def _checked(message: Mapping[str, Any], place: str, names: dict[Any, str]) -> dict[str, Any]:
@@ -40,7 +49,10 @@ def _checked(message: Mapping[str, Any], place: str, names: dict[Any, str]) -> d
         values["tool_calls"] = [_call(call, f"{place}.tool_calls", names) for call in calls]
     if role == "tool":
         if not isinstance(number := message.get("tool_call_id"), str):
-            raise invalid("messages", f"{place}: a result of a tool needs tool_call_id, the id of its call")
+            raise invalid(
+                "messages",
+                f"{place}: a result of a tool needs the id of its call (tool_call_id, call_id or tool_use_id)",
+            )
         values |= {"tool_call_id": number, "name": values["name"] or names.get(number, "tool")}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -10,6 +10,7 @@ from rl_train.gateway.bodies import ResponsesBody, read
 from rl_train.gateway.chat import ItemDialect
 from rl_train.gateway.drawing import Choice
 from rl_train.gateway.errors import ApiError, unsupported
+from rl_train.gateway.messages import PlacedMessage
 
 # The events of an item's text, by the type of the item.
 _KINDS = {"message": "output_text", "function_call": "function_call_arguments"}
@@ -41,9 +42,11 @@ class Responses(ItemDialect):
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        system = {"role": "system", "content": body.instructions}
+        instructions = [] if body.instructions is None else [("instructions", system)]
         items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-        history = [*self.session.conversations.get(previous, ()), *_messages(items)]
+        earlier = [("previous_response_id", message) for message in self.session.conversations.get(previous, ())]
+        history = [*earlier, *_messages(items)]
         self._take_chat([*instructions, *history], [_tool(tool) for tool in body.tools or ()], body.tool_choice)
         self._history = self.messages[len(instructions) :]
 
@@ -128,29 +131,30 @@ def _contents(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": part["text"], "logprobs": part["logprobs"]}
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[PlacedMessage]:
     """Return items as messages of chat completions; calls become those of the answer before them."""
-    messages = list[dict[str, Any]]()
+    messages = list[tuple[str, dict[str, Any]]]()
     for number, item in enumerate(items):
+        place = f"input[{number}]"
         match item.get("type", "message"):
             case "message":
-                messages.append({"role": item.get("role"), "content": item.get("content")})
+                messages.append((place, {"role": item.get("role"), "content": item.get("content")}))
             case "function_call":
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
+                if not messages or messages[-1][1]["role"] != "assistant":
+                    messages.append((place, {"role": "assistant", "content": None}))
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
+                messages[-1][1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 result = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
-                messages.append({"role": "tool", **result})
+                messages.append((place, {"role": "tool", **result}))
             case kind:
                 raise unsupported(
                     "input",
-                    f"input[{number}]: an item of the type {kind!r:.50} is not offered; give messages, function_call "
-                    "and function_call_output",
+                    f"{place}: an item of the type {kind!r:.50} is not offered; give messages, function_call and "
+                    "function_call_output",
                 )
-    return messages
+    return [*messages]
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class Gateway:
                 message = f"{request.method} {path!r:.100} is not served; give one of {_SERVED}"
                 error = ApiError(error.status_code, message)
             answered = ApiError.of(error)
-            return _json(_DIALECTS.get(path, Dialect).error(answered), answered.status)
+            form = Messages if path.startswith("/v1/messages") else Dialect
+            return _json(form.error(answered), answered.status)
 
         calls = {path: partial(self._answer, dialect) for path, dialect in _DIALECTS.items()}
         routes: list[Any] = [Route(path, call, methods=["POST"]) for path, call in calls.items()]
