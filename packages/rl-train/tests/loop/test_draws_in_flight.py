@@ -163,8 +163,9 @@ def test_a_checkpoint_from_before_there_were_several_sources_goes_on(tmp_path: P
 
 
 @pytest.mark.parametrize(("of_draws", "ahead"), [(Draws, 1), (DrawsInFlight, 2)])
-def test_a_resumed_run_of_fewer_steps_draws_nothing_for_the_others(
-    tmp_path: Path, of_draws: type[Draws], ahead: int
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_resumed_run_of_fewer_steps_draws_nothing_for_the_others_and_keeps_them_for_a_run_of_more(
+    tmp_path: Path, of_draws: type[Draws], ahead: int, saves: bool
 ) -> None:
     checked_run, asked = run_of(prompts=9, prompts_per_step=2), list[int]()
 
@@ -173,12 +174,22 @@ def test_a_resumed_run_of_fewer_steps_draws_nothing_for_the_others(
         return done(Batch.from_sequences([[prompt.line, 1] for prompt in of_draw], response_lengths=[1] * len(of_draw)))
 
     engine: Any = SimpleNamespace(version=0)
-    draws, again = (of_draws(checked_run, engine, ask, lambda function: function()) for _ in range(2))
+    draws, again, last = (of_draws(checked_run, engine, ask, lambda function: function()) for _ in range(3))
     draws.take(1)
     state = draws.state.to_json()
     assert len(state["ahead"]) == 2 * ahead
+    if saves:
+        draws.state.save(tmp_path, 1, [1])
     checked_run.options.steps = 2
     asked.clear()
     again.resume(state, tmp_path, 1)
-    assert asked == [2 // ahead] * ahead
+    assert asked == ([] if saves else [2 // ahead] * ahead)
     assert again.take(2).batch.tokens.tolist() == draws.take(2).batch.tokens.tolist()
+    again.wait(2)
+    again.state.save(tmp_path, 2, [2])
+    checked_run.options.steps = 9
+    asked.clear()
+    last.resume(again.state.to_json(), tmp_path, 2)
+    assert asked == ([] if saves else [2 // ahead] * ahead)
+    for step in (3, 4):
+        assert last.take(step).batch.tokens.tolist() == draws.take(step).batch.tokens.tolist()

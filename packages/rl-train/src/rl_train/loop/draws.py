@@ -132,6 +132,7 @@ class Draws:
         self._asks, self._once, self._of_step = ask, once, checked_run.options.prompts_per_step
         self._per_draw = self._of_step
         self._ahead: deque[Draw] = deque()
+        self._later: list[Draw] = []  # of steps that a resumed run of fewer `--steps` does not reach
         self._mixture, options = checked_run.mixture(), checked_run.options
         target = options.data.curriculum
         self._curriculum = None if target is None else Curriculum(target, options.seed)
@@ -139,7 +140,7 @@ class Draws:
     @property
     def state(self) -> State:
         """Return the state after a step."""
-        return State(self.position, tuple(self._ahead), self._order)
+        return State(self.position, (*self._ahead, *self._later), self._order)
 
     @property
     def _order(self) -> dict[str, Any]:
@@ -150,8 +151,8 @@ class Draws:
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state (of `State.to_json`) after a step.
 
-        Responses that were not saved are drawn again. With other rows (`--accept-changes`) none are ahead, and the
-        curriculum begins anew.
+        Responses that were not saved are drawn again. Those of steps behind the last one stay in the state, for a run
+        of more steps. With other rows (`--accept-changes`) none are ahead, and the curriculum begins anew.
         """
         self.position = int(state["position"])
         self._mixture.resume(state.get("order", {}), self.position)
@@ -162,14 +163,18 @@ class Draws:
         file = _file(training, step)
         saved = read_batches(file) if file.is_file() else {}
         self._ahead.clear()
+        self._later.clear()
         needed = max(0, self.checked_run.options.steps - step) * self._of_step // self._per_draw
-        for position, version, *of_rows in state.get("ahead", [])[:needed]:
+        for number, (position, version, *of_rows) in enumerate(state.get("ahead", [])):
             keys = of_rows[0] if of_rows else self._keys(position)
             prompts = [replace(self._mixture.get(key), key=tuple(key)) for key in keys]
+            draws = self._ahead if number < needed else self._later
             if str(position) in saved:
-                self._ahead.append(Draw(position, prompts, version, done(saved[str(position)])))
+                draws.append(Draw(position, prompts, version, done(saved[str(position)])))
             else:
-                self._ahead.append(self._ask(position, prompts))
+                draws.append(
+                    self._ask(position, prompts) if number < needed else Draw(position, prompts, version, Future())
+                )
 
     def _keys(self, position: int) -> Sequence[Key]:
         """Return the keys of the rows of a draw, in a run that began before there were several sources."""

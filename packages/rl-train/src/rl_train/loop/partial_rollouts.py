@@ -43,7 +43,7 @@ class PartialRollouts(DrawsInFlight):
     def state(self) -> State:
         """Return the state after a step, with responses that are not complete."""
         draws = (replace(draw, responses=done(batch_of(_group(draw).samples))) for draw in self._ahead)
-        return State(self.position, tuple(draws), self._order)
+        return State(self.position, (*draws, *self._later), self._order)
 
     def resume(self, state: Mapping[str, Any], training: Path, step: int) -> None:
         """Go on from the state after a step, with the responses as they were then."""
