@@ -118,3 +118,14 @@ def test_urls_also_after_pathlib_has_had_them(path: str | Path, url: str | None)
 def test_a_package_that_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"nosuch://a cannot .*; for s3:// pip install s3fs"):
         Store.of("nosuch://a")
+
+
+def test_the_folder_of_an_object_is_made_where_a_store_has_folders(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/new/bucket/page.html", "memory://page.html"):
+        place = Store.of(url)
+        assert place is not None
+        place.make_parent()
+        place.make_parent()
+        place.files.pipe_file(place.path, b"page")
+        assert place.files.cat_file(place.path) == b"page"
+    assert (tmp_path / "new/bucket/page.html").read_bytes() == b"page"

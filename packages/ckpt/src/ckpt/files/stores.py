@@ -72,6 +72,11 @@ class Store(NamedTuple):
             raise ValueError(f"the name {name!r} leads out of its folder")
         return Store(f"{self.url.rstrip('/')}/{name}", self.files, f"{self.path.rstrip('/')}/{name}")
 
+    def make_parent(self) -> None:
+        """Make the folder of this object where the store has folders, such as sftp://; stores of objects have none."""
+        if not self.files.async_impl:
+            self.files.makedirs(self.path.rpartition("/")[0] or "/", exist_ok=True)
+
     def copied(self, patterns: Sequence[str], ignore: Sequence[str] = ()) -> str:
         """Return a folder in the local cache with the files of a checkpoint, and download it if it is new.
 

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpt.files import Lock, check_target, lock_file, remove_abandoned
 from ckpt.training import open_step, steps_of_latest
 from rl_train.cluster.machines import Machines
 from rl_train.data.mixture import split_sources
-from rl_train.loop.recipe import BEST
+from rl_train.loop.recipe import BEST, Tell
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
 from rl_train.loop.run_store import RunStore
 from rl_train.options.run_options import RunOptions
@@ -78,11 +78,13 @@ def _check_steps(options: RunOptions) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create the folder of a run, and hold its lock: two runs would mix their metrics and checkpoints."""
+def locked(folder: Path, tell: Tell = lambda event: None) -> Iterator[None]:
+    """Create the folder of a run, and hold its lock and that of its URL: two runs would mix their checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     with Lock(folder / MARK, _work(folder)):
-        yield
+        store = RunStore.of(folder)
+        with nullcontext() if store is None else store.lock.held(tell):
+            yield
 
 
 def check_unlocked(folder: Path) -> None:

@@ -72,7 +72,7 @@ def run_recipe(
         return run(checked_run, on_event)
     with ExitStack() as stack:
         if lock:
-            stack.enter_context(locked(options.out))
+            stack.enter_context(locked(options.out, on_event))
             check_folder(options_as_given)  # another run may have ended there meanwhile
         (options.out / STOP).unlink(missing_ok=True)
         machines.agree(facts, mark, seconds)

@@ -11,7 +11,9 @@ from typing import Any
 
 from ckpt.files import Store
 from rl_train.loop.recipe import Tell
+from rl_train.loop.url_lock import UrlLock
 from rl_train.options.fields import runs_folder
+from rl_train.report.loggers import IDENTITY
 from rl_train.trajectories.rollout_files import ROLLOUTS
 
 # The file of a folder that is written last: a folder of checkpoints without it is not whole. Stores have no rename.
@@ -31,10 +33,14 @@ class RunStore:
     Args:
         folder: The folder on this machine.
         store: The place of its copy.
+
+    Attributes:
+        lock: The lock of the copy.
     """
 
     def __init__(self, folder: Path, store: Store) -> None:
         self._folder, self._store, self._sent = folder, store, dict[str, tuple[int, int]]()
+        self.lock = UrlLock(store, folder)
 
     @classmethod
     def of(cls, folder: Path) -> RunStore | None:
@@ -74,8 +80,10 @@ class RunStore:
         """Upload what has changed, and remove checkpoints and rollouts that this machine has removed.
 
         Raises:
-            ValueError: The store has a later checkpoint, of another machine, which the upload would remove.
+            ValueError: Another machine runs at the URL, or the store has a later checkpoint, which the upload would
+                remove.
         """
+        self.lock.check()
         names = self._names()
         if (newest := self._newest(names).strip()) > self._newest_here():
             raise ValueError(
@@ -86,7 +94,7 @@ class RunStore:
         here = dict[str, tuple[int, int]]()
         for file in files:
             name = file.relative_to(self._folder).as_posix()
-            if not any(part.startswith(".") for part in name.split("/")) and (facts := _facts(file)) is not None:
+            if _is_copied(name) and (facts := _facts(file)) is not None:
                 here[name] = facts
         there, changed = set(names), {name for name in here if self._sent.get(name) != here[name]}
         for mark in {f"{os.path.dirname(name)}/{mark}" for name in changed for mark in _MARKS} & here.keys():
@@ -98,10 +106,13 @@ class RunStore:
             if os.path.dirname(name) in removed:
                 continue
             try:
+                self._store.child(name).make_parent()
                 self._store.files.put_file(str(self._here(name)), self._there(name))
                 self._sent[name] = here[name]
-            except FileNotFoundError:  # an older checkpoint was removed meanwhile
-                removed.add(os.path.dirname(name))
+            except FileNotFoundError:
+                if self._here(name).exists():
+                    raise
+                removed.add(os.path.dirname(name))  # an older checkpoint was removed meanwhile
         for name in sorted(there - here.keys(), key=_order, reverse=True):
             if name.startswith(_REMOVED):
                 self._store.files.rm_file(self._there(name))
@@ -141,7 +152,9 @@ class RunStore:
         """Return the names of all objects of the copy, relative to it."""
         self._store.files.invalidate_cache()
         root = self._store.path.rstrip("/") + "/"
-        return sorted(name.removeprefix(root) for name in self._store.files.find(self._store.path))
+        return sorted(
+            filter(_is_copied, (name.removeprefix(root) for name in self._store.files.find(self._store.path)))
+        )
 
     def _newest(self, names: Sequence[str]) -> str:
         latest = [name for name in names if name.startswith("training/") and name.endswith(f"/{_LATEST}")]
@@ -155,6 +168,11 @@ class RunStore:
 
     def _there(self, name: str) -> str:
         return str(self._store.child(name).path)
+
+
+def _is_copied(name: str) -> bool:
+    """Say whether a file of a run belongs to its copy: it is not hidden, or is the id of the run in loggers."""
+    return name == IDENTITY or not any(part.startswith(".") and part.strip(".") for part in name.split("/"))
 
 
 def _whole(names: Sequence[str]) -> Callable[[str], bool]:

@@ -149,6 +149,7 @@ def write_content(path: Path, content: Mapping[str, Any]) -> None:
         replace_text(path, page)
         return
     with store.errors("written"):
+        store.make_parent()
         store.files.pipe_file(store.path, page.encode())
 
 

@@ -19,6 +19,8 @@ from typing import Any
 from rl_train.options.functions import find_in_working_folder
 from rl_train.report.metrics_server import MetricsServer
 
+# The file of a run's id in loggers, in its folder.
+IDENTITY = ".logged-run"
 # Seconds that the end of a run waits for each logger.
 _PATIENCE = 60.0
 
@@ -242,7 +244,7 @@ def _made(name: str) -> Callable[[LoggedRun], Logger]:
 
 def _identity(folder: Path, done: int) -> str:
     """Return the id of a run, which its folder keeps; a run that begins has a new one."""
-    file = folder / ".logged-run"
+    file = folder / IDENTITY
     if not (done and file.is_file()):
         file.write_text(uuid.uuid4().hex, encoding="utf-8")
     return file.read_text(encoding="utf-8")
