@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from ckpt import Grid, Layout, Place, layout_for, load_hf, load_training, save_training, to_megatron
 from ckpt.cli import app
+from ckpt.files import Lock
 from ckpt.files.torch_dist import read_index
 from ckpt.layout.megatron_names import stored_blocks
-from ckpt.training import megatron_to_training, training_to_megatron
+from ckpt.training import latest_step, megatron_to_training, training_to_megatron
 
 Checkpoints = Callable[..., Path]
 
@@ -155,6 +156,35 @@ def test_what_has_no_optimizer_state_by_weights_is_refused(checkpoint: Checkpoin
     with pytest.raises(ValueError, match="no optimizer state by weights: the form is bound to a grid"):
         megatron_to_training(tmp_path / "weights", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_to_which_another_process_saves_is_refused(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where two conversions of different steps meet: the older one would set `latest` back."""
+    monkeypatch.chdir(tmp_path)
+    saved_run(checkpoint("llama"), tmp_path / "training")
+    training_to_megatron(tmp_path / "training", tmp_path / "run")
+    (tmp_path / "back").mkdir()
+    error = r"process \d+ of .* saves a training checkpoint to .*back; wait until it ends"
+    with Lock(tmp_path / "back" / "latest", f"saves a training checkpoint to {tmp_path / 'back'}"):
+        with pytest.raises(ValueError, match=error):
+            megatron_to_training(tmp_path / "run", tmp_path / "back")
+        assert not (tmp_path / "back" / "step-00000003").exists()
+    met: list[str] = []
+
+    def meet(done: int, total: int) -> None:
+        if not met:
+            with pytest.raises(ValueError, match=error) as refused:
+                megatron_to_training(tmp_path / "run", tmp_path / "back")
+            met.append(str(refused.value))
+
+    megatron_to_training(tmp_path / "run", tmp_path / "back", progress=meet)
+    assert len(met) == 1
+    assert latest_step(tmp_path / "back") == 3
+    with pytest.raises(ValueError, match=r"memory://back/step-00000003 is a URL; save into a folder of this machine"):
+        megatron_to_training(tmp_path / "run", "memory://back")
+    assert not Path("memory:").exists()
 
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp"])

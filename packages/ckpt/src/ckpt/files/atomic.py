@@ -35,8 +35,8 @@ def check_target(target: Path) -> None:
         ValueError: The target is a URL, a file, lies in a file, is a mount point, or has a file that no checkpoint
             of its kind has (`ckpt.files.contents`). The error names the file.
     """
-    if Store.of(target) is not None:
-        raise ValueError(f"{target} is a URL; save into a folder of this machine, and upload the folder")
+    if (store := Store.of(target)) is not None:
+        raise ValueError(f"{store.url} is a URL; save into a folder of this machine, and upload the folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} exists and is no folder; choose another path or remove it")
     above = next(filter(os.path.lexists, target.parents), target)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from ckpt.files.atomic import FolderWriter
+from ckpt.files.atomic import FolderWriter, check_target
 from ckpt.files.boxio import STAGING_BYTES, Staging, write_box
 from ckpt.files.contents import CONFIG, STATE, refuse_distributed
 from ckpt.files.disk import room_for, while_unchanged
+from ckpt.files.locks import Lock
 from ckpt.files.written_files import FilePlan, create_files, write_json
 from ckpt.layout.config import Config
 from ckpt.layout.families.table import Target
@@ -26,7 +27,7 @@ from ckpt.layout.megatron_names import stored_blocks
 from ckpt.layout.pieces import Block, full_box, shapes_of, split_box
 from ckpt.layout.place import Grid
 from ckpt.training.rng import capture_rng
-from ckpt.training.runs import folder_name, latest_step, point_to
+from ckpt.training.runs import LATEST, folder_name, latest_step, point_to
 from ckpt.training.saved_step import SavedStep, open_training
 from ckpt.transfer.holdings import prefixed
 from ckpt.transfer.megatron import open_megatron_step, step_folder, stored_files
@@ -170,7 +171,7 @@ def megatron_to_training(
 
     Raises:
         ValueError: The source is no such step, has no optimizer state or a state in another form, or the destination
-            has a step of that number or a later one.
+            has a step of that number or a later one, or another process saves there.
         OSError: The disk is full.
     """
     if not os.path.isdir(source):
@@ -200,12 +201,15 @@ def megatron_to_training(
     if len(blocks) == len(opened.blocks):
         raise ValueError(f"{folder} has no optimizer state by weights: {_OTHER_FORM}")
     files = stored_files(opened.stored, blocks, folder)
-    root = Path(destination)
-    if (root / folder_name(step)).exists():
-        raise ValueError(f"{root / folder_name(step)} exists; choose another folder, or remove the step")
-    if (latest := latest_step(root)) is not None and latest > step:
-        raise ValueError(f"{root} is at step {latest}, and {folder} is step {step}; choose another folder")
-    _write_step(root, step, files, blocks, opened.layout.config, progress)
+    root, target = Path(destination), Path(destination) / folder_name(step)
+    check_target(target)
+    root.mkdir(parents=True, exist_ok=True)
+    with Lock(root / LATEST, f"saves a training checkpoint to {root}"):
+        if target.exists():
+            raise ValueError(f"{target} exists; choose another folder, or remove the step")
+        if (latest := latest_step(root)) is not None and latest > step:
+            raise ValueError(f"{root} is at step {latest}, and {folder} is step {step}; choose another folder")
+        _write_step(root, step, files, blocks, opened.layout.config, progress)
 
 
 def _write_step(
