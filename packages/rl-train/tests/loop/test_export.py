@@ -70,7 +70,7 @@ def test_the_last_step_is_the_result_of_the_run(
     for inside, step in ((f"training/{name}", 2), ("training/step-00000001", 1)):
         copy = tmp_path / f"of {step}"
         result = CliRunner().invoke(app, ["export", f"memory://bucket/run/{inside}", str(copy)])
-        assert f"wrote step {step} of memory:/bucket/run/training/{name}" in result.output.replace("\n", "")
+        assert f"wrote step {step} of memory://bucket/run/training/{name}" in result.output.replace("\n", "")
         assert (copy / "model.safetensors").read_bytes() == (
             (out if step == 2 else tmp_path / "first") / "model.safetensors"
         ).read_bytes()

@@ -104,7 +104,7 @@ def test_a_run_at_a_url_has_the_same_page_there(run: Path, upload: Callable[[Pat
     upload(run, "memory://bucket/run")
     files.pipe_file("/bucket/run/training/actor/step-00000001/rank-0.safetensors", b"not read")
     result = CliRunner().invoke(app, ["report", "memory://bucket/run"])
-    assert (result.exit_code, result.stdout) == (0, "memory:/bucket/run/report.html\n"), result.output
+    assert (result.exit_code, result.stdout) == (0, "memory://bucket/run/report.html\n"), result.output
     assert files.cat_file("/bucket/run/report.html") == write_page(run).read_bytes()
     for url, error in (
         ("memory://none", "cannot be read: FileNotFoundError"),
@@ -114,7 +114,7 @@ def test_a_run_at_a_url_has_the_same_page_there(run: Path, upload: Callable[[Pat
     page = run.parent / "page.html"
     result = CliRunner().invoke(app, ["compare", "memory://bucket/run", str(run), "--out", str(page)])
     assert result.exit_code == 0, result.output
-    assert [one["name"] for one in content(page)["runs"]] == ["memory:/bucket/run", str(run)]
+    assert [one["name"] for one in content(page)["runs"]] == ["memory://bucket/run", str(run)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, add_recipes, examples
 from rl_train.cluster.fork_server import prepare
 from rl_train.options.command import OptionsCommand, takes_options
-from rl_train.options.fields import parse_dtype
+from rl_train.options.fields import as_path, parse_dtype
 from rl_train.options.memory_plan import PlanOptions
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import DEVICE
@@ -120,9 +120,9 @@ def score(
         options = ScoreOptions(model, critic, grid, temperature, max_tokens, device, engine)
         console = Console(stderr=True)
         inputs = [path for path in (data, model, critic) if path is not None]
-        result = nullcontext(sys.stdout) if out is None else open_result(out, *inputs)
+        result = nullcontext(sys.stdout) if out is None else open_result(as_path(out), *inputs)
         with result as file, Progress(console=console, disable=not console.is_terminal) as progress:
-            lines = read_prompts(data, model, max_tokens)
+            lines = read_prompts(as_path(data), model, max_tokens)
             if lines_with_images := [line.line for line in lines if line.chat is not None]:
                 raise ValueError(
                     f"{data}: lines {lines_with_images[:8]} have images, which score does not take; leave them out"
@@ -224,7 +224,7 @@ def export(
         console = Console(stderr=True)
         with Progress(console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("writing", total=None)
-            saved = run(step, out, lambda done, total: progress.update(task, completed=done, total=total))
+            saved = run(as_path(step), out, lambda done, total: progress.update(task, completed=done, total=total))
         typer.echo(printable(f"wrote step {saved.step} of {saved.folder} to {out}"))
 
 
@@ -237,7 +237,7 @@ def report(out: Annotated[Path, typer.Argument(help="Folder or URL of a run, the
     with mistakes_as_messages():
         from rl_train.report.html_report import missing_plots, write_curves, write_page
 
-        typer.echo(printable(write_page(out)))
+        typer.echo(printable(write_page(as_path(out))))
         if Store.of(out) is not None:
             return
         advice = missing_plots()
@@ -260,7 +260,7 @@ def compare(
         from rl_train.report.comparison import Comparison
         from rl_train.report.terminal import columns_of_runs
 
-        comparison = Comparison(runs)
+        comparison, out = Comparison([*map(as_path, runs)]), as_path(out)
         comparison.write(out)
         for title, rows in (("rl-train compare", comparison.table()), ("Options that differ", comparison.differing)):
             if rows:

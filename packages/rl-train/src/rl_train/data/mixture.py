@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from parallel_layers.module import python_random
 from rl_train.environments import reasoning_gym, verifiers
+from rl_train.options.fields import as_path
 from rl_train.options.groups import MixtureOptions
 
 # The number of a source, of a window of its rows, and of a row in the window.
@@ -233,7 +234,7 @@ def split_sources(sources: Path) -> list[Path]:
             texts.append(text.strip())
     if len(set(texts)) < len(texts) or "" in texts:
         raise ValueError(f"{sources} must be different sources with commas, each once")
-    return [Path(text) for text in texts]
+    return [as_path(text) for text in texts]
 
 
 def sources_of(sources: Path, rows: Iterable[Any] | None) -> list[Path]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files import Store, mirrored
+from rl_train.options.fields import as_path
 
 # The number of a row in its source, from 1, and the row by column.
 Row = tuple[int, Any]
@@ -205,7 +206,7 @@ def _matching(pattern: str) -> list[Path]:
             files = [store.files.unstrip_protocol(name) for name in store.files.glob(store.path)]
     if not files:
         raise ValueError(f"no file matches {pattern}; give the pattern of existing files")
-    return [*map(Path, files)]
+    return [*map(as_path, files)]
 
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")

@@ -46,11 +46,17 @@ def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
         name = option.name
         if option.may_change or name not in earlier:
             continue
-        if (as_text(earlier[name]) or None) != (as_text(now[name]) or None):
+        if _text(earlier[name]) != _text(now[name]):
             raise ValueError(
                 f"{options.out} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; choose another "
                 f"out, or give the same {name} to resume it"
             )
+
+
+def _text(value: Any) -> Any:
+    """Return the text of an option, to compare; earlier runs have written URLs with one slash."""
+    text = as_text(value) or None
+    return re.sub(":/+", ":/", text) if isinstance(text, str) else text
 
 
 def inputs_of(options: RunOptions, rows: Mapping[str, Sequence[Row | Path]]) -> dict[str, dict[str, Any]]:
@@ -97,7 +103,7 @@ def changed_inputs(options: RunOptions, inputs: Mapping[str, Mapping[str, Any]])
     changed = [
         f"{name}={now[name]} had {_entry_text(earlier[name])}, and now has {_entry_text(inputs[name])}"
         for name in inputs
-        if name in earlier and before.get(name) == now[name] and earlier[name] != inputs[name]
+        if name in earlier and _text(before.get(name)) == _text(now[name]) and earlier[name] != inputs[name]
     ]
     if changed and not options.accept_changes:
         raise ValueError(

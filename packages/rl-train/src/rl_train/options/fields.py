@@ -56,6 +56,22 @@ def _as_number(value: Any) -> Any:
         return value
 
 
+class UrlPath(type(Path())):  # type: ignore[misc]  # the class of this platform
+    """A path or a list of paths with URLs; its text, and those of its parents and children, have the URLs' slashes."""
+
+    def __str__(self) -> str:
+        return _SLASHES.sub(lambda url: url[0].rstrip("/") + ("///" if "file:" in url[0] else "//"), super().__str__())
+
+
+# The beginning of a URL in the text of a `Path`, which has one slash where the URL has two or three.
+_SLASHES = re.compile(r"(?:^|(?<=,)) *[a-z][a-z0-9+]+:/+")
+
+
+def as_path(path: str | Path) -> Path:
+    """Return a path whose text has all slashes of a URL."""
+    return UrlPath(path) if _SLASHES.search(str(path)) else Path(path)
+
+
 def runs_folder() -> Path:
     """Return the folder with the working copies of runs whose --out is a URL."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-train" / "runs"
@@ -71,9 +87,9 @@ def working_copy(out: Path) -> Path:
 
 Free = Annotated[T, MayChange]
 Text = Annotated[str, BeforeValidator(as_text)]
-Folder = Annotated[Path, Field(strict=False)]
+Folder = Annotated[Path, Field(strict=False), AfterValidator(as_path)]
 Out = Annotated[Path, Field(strict=False), AfterValidator(working_copy)]
-Sources = Annotated[Path, BeforeValidator(as_text), Field(strict=False)]
+Sources = Annotated[Path, BeforeValidator(as_text), Field(strict=False), AfterValidator(as_path)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_as_number)]

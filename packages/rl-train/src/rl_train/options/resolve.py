@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from rl_train.options.fields import as_path
 from rl_train.options.names import flattened, nearest
-from rl_train.options.nested import Options
+from rl_train.options.nested import Options, plain
 
 Kind = TypeVar("Kind", bound=Options)
 
@@ -38,7 +39,7 @@ def resolve(kind: type[Kind], file: Path | None, arguments: Mapping[str, Any]) -
             if (earlier_key := keys.setdefault(name, key)) != key:
                 raise ValueError(f"{source}: {earlier_key!r} and {key!r} are the same option; leave one of them out")
             if value is not None:
-                values[name], where[name] = value, source
+                values[name], where[name] = as_path(value) if isinstance(value, Path) else value, source
     try:
         return kind(**values)
     except ValidationError as error:
@@ -67,7 +68,7 @@ def _messages(
             option = next(option for option in (name, name.rpartition(".")[0]) if option in values)
             reasons.setdefault(option, []).append(_fix(details["msg"]))
     for option, messages in reasons.items():
-        yield f"{where[option]}: {option}={values[option]!r} {', or '.join(messages)}"
+        yield f"{where[option]}: {option}={plain(values[option])!r} {', or '.join(messages)}"
     if missing:
         yield f"missing: {', '.join('--' + name for name in missing)} (or in the file of --config)"
 
