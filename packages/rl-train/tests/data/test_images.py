@@ -13,8 +13,10 @@ import torch
 from pictures import IMAGE, WORDS, question, save_model, save_pictures
 from PIL import Image
 
+from rl_train.data import prompts as prompts_module
 from rl_train.data.images import load_images
 from rl_train.data.prompts import Prompt, read_prompts
+from rl_train.data.sources import is_folder
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,24 @@ def test_images_at_urls_are_relative_to_the_rows(
     missing = [{"messages": question(path="pictures/none.png")}]
     with pytest.raises(ValueError, match=r"row 1: the image 'pictures/none.png' cannot be read|line 1: the image"):
         read_prompts(Path("memory://seen/prompts.jsonl"), model, 50, rows=missing)
+
+
+@pytest.mark.parametrize("at", ["a folder", "a URL"])
+def test_images_of_a_saved_dataset_are_relative_to_its_folder(
+    model: Path, tmp_path: Path, upload: Callable[[Path, str], None], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    (tmp_path / "saved").mkdir()
+    save_pictures(tmp_path / "saved")
+    upload(tmp_path, "memory://seen")
+    source, asked = tmp_path / "saved" if at == "a folder" else Path("memory://seen/saved"), list[Path]()
+    monkeypatch.setattr(prompts_module, "is_folder", lambda path: asked.append(path) or is_folder(path))
+    rows = [{"text": "which"}, *[{"messages": question(path="red.png")}] * 3]
+    prompts = read_prompts(source, model, 50, rows=rows)
+    assert sum(images is not None for images in load_images([prompt.chat for prompt in prompts])) == 3
+    assert asked == [source], "a store is asked once for each source, and only for images"
+    asked.clear()
+    read_prompts(source, model, 50, rows=rows[:1])
+    assert asked == []
 
 
 def test_lines_of_a_file_and_the_system_prompt(model: Path, tmp_path: Path) -> None:

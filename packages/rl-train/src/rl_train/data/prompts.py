@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,7 +105,7 @@ class PromptReader(RowReader):
     def read(self, source: Path, number: int, row: Any) -> Prompt:
         """Return the prompt of a row; ValueError, which names the row, for a wrong one."""
         try:
-            tokens, row, chat = _parse(row, self._codec, source if source.is_dir() else source.parent)
+            tokens, row, chat = _parse(row, self._codec, partial(self._base, source))
             of_teacher = (
                 None if self.teacher is None else _parse_teacher(row, self.teacher, self._codec, seen=chat is not None)
             )
@@ -113,6 +113,16 @@ class PromptReader(RowReader):
         except ValueError as error:
             raise ValueError(f"{place(source, number)}: {error}") from None
         return Prompt(tokens, row, number, chat, of_teacher, source)
+
+    def _base(self, source: Path) -> Path:
+        """Return the folder at which relative paths of images begin; a store is asked once for each source."""
+        if source not in self._bases:
+            self._bases[source] = source if is_folder(source) else source.parent
+        return self._bases[source]
+
+    @cached_property
+    def _bases(self) -> dict[Path, Path]:
+        return {}
 
 
 def read_prompts(
@@ -228,7 +238,9 @@ def _no_prompt(value: Any) -> str:
     return f"{expected}, got the fields {field_names or '(none)'}{hint}"
 
 
-def _parse(value: Any, codec: TextCodec, base: Path) -> tuple[list[int], dict[str, Any], ImageChat | None]:
+def _parse(
+    value: Any, codec: TextCodec, base: Callable[[], Path]
+) -> tuple[list[int], dict[str, Any], ImageChat | None]:
     if not isinstance(value, dict) or len(KINDS & value.keys()) != 1:
         raise ValueError(_no_prompt(value))
     if "text" in value:
@@ -244,7 +256,7 @@ def _parse(value: Any, codec: TextCodec, base: Path) -> tuple[list[int], dict[st
                 '"messages" must be a list of objects, such as [{"role": "user", "content": "..."}], or the text of '
                 "one message of the user"
             )
-        chat = codec.image_chat(messages, value, base) if is_seen(messages) else None
+        chat = codec.image_chat(messages, value, base()) if is_seen(messages) else None
         tokens = codec.chat(messages, value.get("tools")) if chat is None else chat.process()[0]
     else:
         tokens, chat = value["tokens"], None
@@ -262,7 +274,7 @@ def _parse_teacher(row: Mapping[str, Any], column: str, codec: TextCodec, *, see
     (kind,) = KINDS & row.keys()
     try:
         fields = _fields({kind: row[column], "tools": row.get("tools")}, KINDS, exact=False)
-        tokens, _, chat = _parse(fields, codec, Path())
+        tokens, _, chat = _parse(fields, codec, Path)
     except ValueError as error:
         raise ValueError(f"the teacher's prompt, column {column!r}: {error}") from None
     if seen or chat is not None:
