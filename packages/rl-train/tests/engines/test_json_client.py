@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -43,3 +44,31 @@ def test_silence_has_an_end_and_the_key_is_sent(monkeypatch: pytest.MonkeyPatch)
         assert errors == [f"the call of {url}/health was given up"]
         with pytest.raises(RuntimeError, match="given up"):
             client.call("/health")
+
+
+@pytest.mark.parametrize("header", ["", "Content-Length: 999\r\n"])
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_answer_of_many_small_parts_has_an_end(header: str, closes: bool) -> None:
+    """Each part comes in time, with and without a length; the status line alone, and a client that closes, end, too."""
+    stopped = threading.Event()
+
+    def answer(listener: socket.socket, begin: str) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(begin.encode())
+            while not stopped.wait(0.02):
+                with suppress(OSError):
+                    connection.sendall(b"1")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2)
+        for begin in (f"HTTP/1.1 200 OK\r\n{header}\r\n", "HTTP/1.1 200 O"):
+            threading.Thread(target=answer, args=(listener, begin), daemon=True).start()
+            start = time.monotonic()
+            if closes:
+                client = JsonClient(client.url)
+                threading.Timer(0.2, client.close).start()
+            with pytest.raises(RuntimeError, match="given up" if closes else "/answer has not answered within 0.2 s"):
+                client.call("/answer", **({} if closes else {"end": start + 0.2}))
+            assert 0.2 <= time.monotonic() - start < 2
+    stopped.set()

@@ -204,6 +204,17 @@ def test_requests_that_fail_are_repeated(
         judged(rubric(), "t", tmp_path, **{"rewards.timeout": 0.1})
 
 
+def test_all_attempts_of_a_judgement_end_within_the_limit(
+    server: Server, rubric: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "_PAUSE", 0.01)
+    waits = iter([0.6, 2.0])
+    server.answer = lambda request: time.sleep(next(waits)) or 500
+    with pytest.raises(ValueError, match=r"has not answered within 0.7 s \(attempt 2\)"):
+        judged(rubric(), "t", tmp_path, **{"rewards.timeout": 0.7})
+    assert time.monotonic() - server.times[0] < 1.1
+
+
 def test_a_run_that_stops_ends_its_requests(server: Server, rubric: Callable[..., Path], tmp_path: Path) -> None:
     end = threading.Event()
     server.answer = lambda request: "none" if "A: x" in request["messages"][0]["content"] else end.wait(20) and None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -55,27 +56,31 @@ class JsonClient:
         self._headers = {"Content-Type": "application/json"}
         if secret := os.environ.get(key):
             self._headers["Authorization"] = f"Bearer {secret}"
-        self._closed, self._lock, self._connections = threading.Event(), threading.Lock(), set[HTTPConnection]()
+        self._closed, self._lock, self._sockets = threading.Event(), threading.Lock(), set[socket.socket]()
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def call(self, path: str, body: dict[str, Any] | None = None, *, end: float = math.inf) -> Any:
         """Send a POST with a body, or a GET without one, and return the answer; None if it is empty.
+
+        Args:
+            path, body: The request.
+            end: The time of `time.monotonic` at which the call ends, also while bytes of the answer arrive.
 
         Raises:
             RefusedError: The server answered with an error.
             RuntimeError: It cannot be reached, does not answer in time, or answers with something else than JSON; or
                 the client was closed.
         """
-        end = time.monotonic() + self._patience
+        patient_until = time.monotonic() + self._patience
         while True:
             try:
-                status, text = self._exchange(path, body)
+                status, text = self._exchange(path, body, end)
                 break
-            except TimeoutError as error:
-                raise RuntimeError(f"{self.url}{path} has not answered within {self._timeout:g} s") from error
             except (OSError, HTTPException) as error:
+                if isinstance(error, TimeoutError) or time.monotonic() >= end:
+                    raise RuntimeError(f"{self.url}{path} has not answered within {self._timeout:g} s") from error
                 if self._closed.is_set():
                     raise RuntimeError(f"the call of {self.url}{path} was given up") from error
-                if time.monotonic() >= end:
+                if time.monotonic() >= patient_until:
                     raise RuntimeError(
                         f"{self.url}{path} cannot be reached ({type(error).__name__}: {error}); start the server, or "
                         "correct its URL"
@@ -92,31 +97,46 @@ class JsonClient:
         """End all calls; they and later calls raise RuntimeError."""
         self._closed.set()
         with self._lock:
-            for connection in self._connections:
-                if connection.sock is not None:
-                    with suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+            for connected in self._sockets:
+                _shut_down(connected)
 
-    def _exchange(self, path: str, body: dict[str, Any] | None) -> tuple[int, str]:
-        connection = self._kind(*self._address, timeout=min(_CONNECT, self._timeout))
-        with self._lock:
-            self._connections.add(connection)
+    def _exchange(self, path: str, body: dict[str, Any] | None, end: float) -> tuple[int, str]:
+        connect = max(0.001, min(_CONNECT, self._timeout, end - time.monotonic()))
+        connection, content = self._kind(*self._address, timeout=connect), None if body is None else json.dumps(body)
         try:
-            try:
-                connection.connect()
-            except TimeoutError as error:
-                raise ConnectionError(f"no connection within {connection.timeout:g} s") from error
+            connection.connect()
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection within {connect:g} s") from error
+        connected, left = connection.sock, max(0.001, end - time.monotonic())
+        connected.settimeout(min(self._timeout, left))
+        timer = threading.Timer(min(left, threading.TIMEOUT_MAX), _shut_down, [connected])
+        with self._lock:
+            self._sockets.add(connected)
+        try:
             if self._closed.is_set():
                 raise ConnectionAbortedError("the client is closed")
-            connection.sock.settimeout(self._timeout)
-            content = None if body is None else json.dumps(body)
+            if left < math.inf:
+                timer.start()
             connection.request("GET" if body is None else "POST", path, content, self._headers)
             answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
+            text = answer.read().decode(errors="replace")
+            # Without a length, http.client takes a connection that was shut down for the end of the answer.
+            if time.monotonic() >= end:
+                raise TimeoutError
+            if self._closed.is_set():
+                raise ConnectionAbortedError("the client is closed")
+            return answer.status, text
         finally:
+            timer.cancel()
             with self._lock:
-                self._connections.discard(connection)
+                self._sockets.discard(connected)
             connection.close()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    """End a call that another thread waits for, also where http.client has let go of its socket."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _message(text: str) -> str:

@@ -184,7 +184,7 @@ class ServerJudge(Judge):
         while True:
             began, attempt = time.monotonic(), attempt + 1
             try:
-                return self._reply(self._client.call(self._path, body))
+                return self._reply(self._client.call(self._path, body, end=end))
             except RuntimeError as error:
                 passes = not isinstance(error, RefusedError) or error.status in _PASSING or error.status >= 500
                 pause = _PAUSE * 2 ** (attempt - 1)
