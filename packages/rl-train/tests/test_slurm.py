@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ckpt.training import saved_steps
 from rl_train.cli.commands import app
-from rl_train.cluster.slurm import SlurmJob
+from rl_train.cluster.slurm import SlurmJob, seconds_of
 
 from .processes.living import lives, wait_until
 
@@ -88,6 +88,15 @@ def test_the_script_asks_for_the_nodes_and_quotes_the_run(tmp_path: Path) -> Non
         SlurmJob(["train"], tmp_path, options=["--a\nrm"]).script()
     with pytest.raises(ValueError, match="save-seconds=30 must be more than 30"):
         SlurmJob(["train"], tmp_path, save_seconds=30).script()
+    with pytest.raises(ValueError, match=r"time=00:05:00 must be more than save-seconds=300; change one of them"):
+        SlurmJob(["train"], tmp_path, time="00:05:00").script()
+    for limit in ("00:05:01", "6", "0"):  # 0: no limit
+        SlurmJob(["train"], tmp_path, time=limit).script()
+
+
+def test_time_limits_are_those_of_sbatch() -> None:
+    seconds = {"30": 1800, "30:10": 1810, "04:00:00": 14400, "2-12": 216000, "2-12:30": 217800, "1-0:0:5": 86405}
+    assert {time: seconds_of(time) for time in seconds} == seconds
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

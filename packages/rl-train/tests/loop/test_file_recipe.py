@@ -289,6 +289,8 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (SftOptions, {"engine.num_labels": 3}, "engine.num_labels=3 needs rl-train reward --rows labels or steps"),
         (SftOptions, {"profile_ranks": "1"}, "profile_ranks=1 needs profile, a step"),
         (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
+        (SftOptions, {"eval_every": 3}, "evaluation.every=3 needs evaluation.dataset; give that, or leave evaluation"),
+        (SftOptions, {"save_every": 0, "keep": 1}, "keep=1 needs save_every; give that, or leave keep out"),
         (RewardModelOptions, {"rows": "labels"}, "row.*3: the label 2 is not below 2, .* --engine.num-labels 3"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),
         (SftOptions, {"backend": "magic"}, "magic"),

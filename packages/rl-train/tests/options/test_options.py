@@ -267,6 +267,20 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"objective.lam": 0.5}, "objective.lam=0.5 needs objective.advantages=gae, as of algorithm=ppo; give that"),
         ({"objective.gamma": 0.5}, "objective.gamma=0.5 needs objective.advantages=gae or returns"),
         ({"objective.kl_estimator": "k2"}, "objective.kl_estimator=k2 needs a kl_coefficient above 0"),
+        ({"eval_every": 5}, "evaluation.every=5 needs evaluation.prompts; give that, or leave evaluation.every out"),
+        (
+            {"eval_prompts": Path("p"), "evaluation.top_p": 0.9},
+            "evaluation.top_p=0.9 needs an evaluation.temperature above 0",
+        ),
+        ({"save_every": 0, "keep": 3}, "keep=3 needs a save_every above 0; give that, or leave keep out"),
+        (
+            {"prompts_per_step": 4, "samples": 2, "mini_batch": 9},
+            "mini_batch=9 is more than the 8 responses of a step, prompts_per_step=4 x samples=2; give at most these",
+        ),
+        (
+            {"rollouts": "http://a:1", "rollouts.cache_gib": 3.0},
+            "rollouts.cache_gib=3.0 needs another rollouts.engine than a server",
+        ),
         ({"max_batches": 3}, "max_batches=3 needs equal_groups=resample"),
         ({"rollouts.memory": 0.5}, "rollouts.memory=0.5 needs rollouts.engine=vllm or teacher.engine=vllm"),
         ({"data.weights": "inf"}, "data.weights='inf' must be numbers above 0 with commas"),

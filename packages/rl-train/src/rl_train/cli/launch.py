@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,15 +13,13 @@ from ckpt.cli import printable
 from parallel_layers.device import GPU
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cli.recipes import RECIPES, examples, functions_of
-from rl_train.cluster.slurm import SlurmJob
+from rl_train.cluster.slurm import SlurmJob, seconds_of
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import RunOptions
 
 _EXAMPLE = (
     "rl-train launch slurm --nodes 2 --gpus-per-node 8 --time 04:00:00 --submit train --config run.yaml --dims dp=16"
 )
-# The time limits that sbatch takes.
-_TIME = r"(\d+-)?\d+(:\d+){0,2}"
 
 
 def add_launch(app: typer.Typer) -> None:
@@ -55,8 +52,7 @@ def add_launch(app: typer.Typer) -> None:
         """Check a run, and write the Slurm job that runs it on all nodes and resumes by itself."""
         arguments = _parsed(context, command)
         with mistakes_as_messages():
-            if not re.fullmatch(_TIME, time):
-                raise ValueError(f"--time {time} is no time limit of Slurm, such as 04:00:00 or 2-12:00:00")
+            seconds_of(time)  # a wrong one is an error before the run is checked
             options = _checked(command[0], arguments, nodes, gpus_per_node)
             further = [*([f"--partition={partition}"] if partition else []), *(sbatch or [])]
             job = SlurmJob(command, options.out, nodes, gpus_per_node, time, save_seconds, cpus_per_node, further)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,8 +42,20 @@ if [ -n "$asked" ]; then
 fi
 exit "$status"
 """
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 # Seconds of `save_seconds` that Slurm gets to queue the job again.
 _REQUEUE_SECONDS = 30
+
+
+def seconds_of(time: str) -> int:
+    """Return the seconds of a time limit of sbatch, such as 30 (minutes), 04:00:00 or 2-12; 0: no limit."""
+    if (match := _TIME.fullmatch(time)) is None:
+        raise ValueError(f"--time {time} is no time limit of Slurm, such as 04:00:00 or 2-12:00:00")
+    numbers = [int(number) for number in match["rest"].split(":")]
+    if match["days"] is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # without days, the hours may be left out
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True)
@@ -66,10 +79,13 @@ class SlurmJob:
         """Return the text of the job's script.
 
         Raises:
-            ValueError: An option has a line break, or the seconds to save leave no time to queue the job again.
+            ValueError: An option has a line break, or the seconds to save leave no time to queue the job again, or to
+                run before.
         """
         if self.save_seconds <= _REQUEUE_SECONDS:
             raise ValueError(f"save-seconds={self.save_seconds} must be more than {_REQUEUE_SECONDS}")
+        if 0 < seconds_of(self.time) <= self.save_seconds:
+            raise ValueError(f"time={self.time} must be more than save-seconds={self.save_seconds}; change one of them")
         out = self.run.absolute()
         options = [
             f"--job-name=rl-train-{self.run.name}",

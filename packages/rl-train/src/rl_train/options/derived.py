@@ -77,10 +77,14 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "objective.dro_beta", objective.loss == "dro", "objective.loss=dro"
     bounds = " ".join(f"objective.importance.{name}" for name in ("bound", "level", "floor", "veto"))
     yield bounds, objective.importance.cap is not None, "objective.importance.cap"
-    names = "evaluation.samples evaluation.temperature evaluation.top_p evaluation.keep_best"
+    names = "evaluation.every evaluation.samples evaluation.temperature evaluation.top_p evaluation.keep_best"
     yield names, held_out, "evaluation.prompts"
+    yield "evaluation.top_p", options.evaluation.temperature > 0, "an evaluation.temperature above 0"
+    yield "keep", options.save_every > 0, "a save_every above 0"
     yield "rollouts.adapter", engine == "vllm", "rollouts.engine=vllm"
     yield "rollouts.memory", "vllm" in (engine, teacher.engine), "rollouts.engine=vllm or teacher.engine=vllm"
+    caches = not options.rollouts.has_server or "judge:" in options.reward
+    yield "rollouts.cache_gib", caches, "another rollouts.engine than a server, which has a cache of its own"
     by_parallel = engine == "native" and (apart or options.backend == "parallel")
     needed = "rollouts.engine=native with backend=parallel"
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
@@ -132,6 +136,11 @@ def _mistakes(options: TrainOptions) -> Iterator[str]:
 def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
     if options.rule.groups and options.samples < 2:
         yield f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
+    if options.mini_batch is not None and options.mini_batch > options.batch:
+        yield (
+            f"mini_batch={options.mini_batch} is more than the {options.batch} responses of a step, prompts_per_step="
+            f"{options.prompts_per_step} x samples={options.samples}; give at most these, or leave mini_batch out"
+        )
     if options.agent is not None and not re.fullmatch(r"[\w.]+:\w+", options.agent):
         yield f"agent={options.agent!r} must be module:function, such as my_agent:solve; a program is agent_command"
     for name in ("agent_command", "agents.container"):

@@ -158,13 +158,17 @@ def mistakes(options: FileOptions) -> Iterator[str]:
         yield f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one"
     if options.epochs is not None and options.data.shuffle_buffer:
         yield f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead"
-    if options.keeps_best and options.evaluation.dataset is None:
-        yield "evaluation.keep_best=True needs evaluation.dataset; give that, or leave the other out"
+    defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
+    for name, needed in (
+        *((name, "evaluation.dataset") for name in ("evaluation.keep_best", "evaluation.every")),
+        ("keep", "save_every"),
+    ):
+        if not options.value(needed) and options.value(name) != defaults[name]:
+            yield f"{name}={options.value(name)} needs {needed}; give that, or leave {name} out"
     if (count := options.engine.num_labels) not in (None, 1) and options.learned not in ("labels", "steps"):
         yield f"engine.num_labels={count} needs rl-train reward --rows labels or steps; leave it out"
     if isinstance(options, DpoOptions):
         of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-        defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
         for name, loss in of_loss.items():
             if options.loss != loss and options.value(name) != defaults[name]:
                 yield f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
