@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+from concurrent.futures import Future
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -152,6 +153,35 @@ def test_routing(model: Path) -> None:
     assert torch.equal(response.routing, torch.arange(12, dtype=torch.int16).view(3, 2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"routing=True is for pp=1, and dims=.*pp=2"):
         Vllm(model, routing=True, dims=ParallelDims(pp=2))
+
+
+def test_tokens_have_the_version_of_the_weights_that_the_workers_have_taken(model: Path) -> None:
+    """The version changes when all workers have the weights, and responses in flight stand still until then."""
+    engine, calls = Vllm(model, dtype="float32"), list[tuple[str, int]]()
+
+    def kept(name: str) -> Any:
+        async def call(**_: Any) -> None:
+            calls.append((name, engine._version))
+
+        return call
+
+    engine._llm.pause_generation, engine._llm.resume_generation = kept("pause"), kept("resume")
+    engine._flying[0] = Future()
+    engine._llm.answers["receive_weights"] = [b""]
+    engine.expect(4)
+    assert engine._version == 0
+    engine.receive([])
+    assert calls == [("pause", 0), ("resume", 4)]
+    engine.expect(5)
+    engine._llm.answers["receive_weights"] = [pickle.dumps(portable(ValueError("lost")))]
+    with pytest.raises(ValueError, match="lost"):
+        engine.receive([])
+    assert (engine._version, calls[2:]) == (4, [("pause", 4)])
+    engine._llm.answers["receive_weights"] = [b""]
+    engine.receive([])
+    assert calls[3:] == [("resume", 5)], "it stands still once"
+    engine._flying.clear()
+    engine.close()
 
 
 def test_errors_of_workers(model: Path) -> None:

@@ -179,6 +179,9 @@ class Endless(Stub):
     def cancel(self, key: Any) -> None:
         assert key == self.key
 
+    def expect(self, version: int) -> None:
+        pass
+
 
 @pytest.mark.parametrize("transport", [InThread, OnRay])
 def test_a_request_that_is_given_up_ends(transport: type[InThread]) -> None:
@@ -187,6 +190,42 @@ def test_a_request_that_is_given_up_ends(transport: type[InThread]) -> None:
         drawing = pool.begin(REQUESTS[:1], SHORT)
         drawing.cancel()
         assert drawing.draws[0].call.result(10) == []
+    finally:
+        pool.close()
+
+
+class Mortal(InThread):
+    """A transport whose engine ends when a test says so."""
+
+    ends = threading.Event()
+
+    def receive(self, limit: float) -> Any:
+        if self.ends.is_set():
+            self.ends.clear()
+            raise EOFError
+        return super().receive(min(limit, 0.01))
+
+
+@pytest.mark.parametrize("by", ["done", "load"])
+def test_the_requests_of_a_lost_engine_begin_again_at_a_look_and_behind_new_weights(by: str) -> None:
+    """Behind new weights at once: nobody may look until the step has been learned."""
+    pool = InFlightPool([engine_process("engine", Mortal, (Endless,), 60.0, 60.0) for _ in range(2)])
+    try:
+        drawing = pool.begin(REQUESTS[:2], SHORT)
+        before = [draw.call for draw in drawing.draws]
+        Mortal.ends.set()
+        while not any(call.done() for call in before):
+            time.sleep(0.01)
+        if by == "done":
+            assert not drawing.done()
+        else:
+            with pytest.raises(WeightsLostError, match="engines were lost during the weight sync"):
+                pool.load_by(lambda engines: None)
+            pool.load_by(lambda engines: None)
+        again = [draw.call for draw in drawing.draws]
+        assert sum(call is not earlier for call, earlier in zip(again, before, strict=True)) == 1
+        assert not any(call.done() for call in again)
+        drawing.cancel()
     finally:
         pool.close()
 

@@ -109,10 +109,15 @@ def test_the_options_of_a_run_are_read_again(model: Path, tmp_path: Path, monkey
         **{"engine.lora.rank": 4, "engine.lora.targets": "q_proj,v_proj", "optimizer.betas": "0.9,0.95"},
     )
     write_options(options)
-    step = tmp_path / "run" / "training" / "critic" / "step-00000003"
-    step.mkdir(parents=True)
-    (step / "state.json").write_text(json.dumps({}))
-    (step.parent / "latest").write_text("step-00000003\n")
+    for model_name in ("actor", "critic"):
+        step = tmp_path / "run" / "training" / model_name / "step-00000003"
+        step.mkdir(parents=True)
+        (step / "state.json").write_text(json.dumps({}))
+        (step.parent / "latest").write_text("step-00000003\n")
+    for inside, expected in (("", "actor"), ("training", "actor"), ("training/step-00000003", "actor"),
+                             ("training/critic", "critic"), ("training/critic/step-00000003", "critic")):  # fmt: skip
+        with open_step(tmp_path / "run" / inside) as saved:
+            assert saved.folder == tmp_path / "run" / "training" / expected
     with open_step(tmp_path / "run" / "training" / "critic") as saved:
         assert (saved.options, saved.step) == (options, 3)
     monkeypatch.chdir(tmp_path / "run")  # whose options.json is beside no URL

@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from rl_train.cli.commands import app
 from rl_train.data.codec import TextCodec
-from rl_train.loop.judging import check_judges
+from rl_train.loop.judging import _sampling, check_judges
 from rl_train.options.options import TrainOptions
 from rl_train.quickstart.task import LETTERS, make_checkpoint
 from rl_train.rewards.judge import JUDGEMENTS
+from rl_train.rewards.rubric import Rubric
 
 TEMPLATE = "<s>{% for message in messages %}{{ message.content }}</s>{% endfor %}"
 # The score is the last letter of a reply of two tokens.
@@ -109,6 +110,13 @@ def test_models_of_a_run_judge_as_transformers_does(
 def options(model: Path, file: Path, **values: Any) -> TrainOptions:
     given = {"model": model, "prompts": Path("p"), "reward": f"judge:{file}", "out": Path("run"), "device": "cpu"}
     return TrainOptions(**given | values)  # type: ignore[arg-type]
+
+
+def test_replies_are_drawn_with_the_seed_of_the_run_or_of_the_rubric(judge: Path, rubric: Callable[..., Path]) -> None:
+    for request, seed in (({"max_tokens": 2}, 7), ({"max_tokens": 2, "seed": 3}, 3)):
+        sampling = _sampling(Rubric.read(rubric("a.yaml", judge, request=request)), judge, 7)
+        assert (sampling.seed, sampling.max_new_tokens, sampling.log_probs) == (seed, 2, False)
+        assert sampling.stop_ids == [2, *range(5, 30, 2)]
 
 
 def test_judges_that_a_run_does_not_have_are_refused(

@@ -311,7 +311,7 @@ def test_an_evaluation_has_several_responses_and_their_answers(run: Run, prompts
 
 
 def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards = {0: 0.2, 2: 0.1, 4: 0.7, 5: 0.3, 6: 0.5, 7: 0.8}
+    rewards = {0: 0.2, 2: 0.1, 4: 0.7, 5: 0.7, 6: 0.5, 7: 0.8}  # of equal ones the first is kept
     kept: list[int] = []
     said: list[str] = []
     for last, expected in ((5, [4]), (7, [4, 7])):  # the second run goes on after step 5
@@ -339,6 +339,27 @@ def test_the_best_policy_is_kept_also_after_a_kill(run: Run, prompts: Path, monk
     assert "before step 1: evaluation reward 0.200" in said
     assert "step 4: the best evaluation reward so far, 0.700; saved in best" in said
     Actor.from_pretrained(loop.options.out / "best", device="cpu")
+
+
+def test_a_stopped_run_saves_a_checkpoint_and_no_result(run: Run) -> None:
+    loop = run(alternating(99), algorithm="reinforce++", steps=3, save_every=9)
+    (loop.options.out / "stop").touch()
+    loop.run()
+    assert (steps(loop.options.out), saved_steps(loop.options.out / "training" / "actor")) == ([1], [1])
+    assert not (loop.options.out / "actor").exists(), "its result is that of the last step"
+    (loop.options.out / "stop").unlink()
+    run(alternating(99), algorithm="reinforce++", steps=3, save_every=9).run()
+    assert steps(loop.options.out) == [1, 2, 3]
+    assert (loop.options.out / "actor").is_dir()
+
+
+@pytest.mark.parametrize(("done", "kept"), [(0, []), (1, [0, 1])])
+def test_a_run_that_starts_again_also_evaluates_before_its_first_step_again(
+    tmp_path: Path, done: int, kept: list[int]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "reward": {step}}}\n' for step in range(3)))
+    metrics = Metrics(tmp_path, done=done)
+    assert (steps(tmp_path), metrics.last) == (kept, {"reward": 1} if kept else {})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

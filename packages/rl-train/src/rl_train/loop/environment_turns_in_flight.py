@@ -69,8 +69,8 @@ class TurnsInFlight:
         # A message goes to the terminal from the thread of the run alone.
         self._answers = EnvironmentAnswers(replace(owner, tell=self._messages.append), episodes)
         self._owner, self._service, self._sampling, self._episodes = owner, owner.service, sampling, episodes
-        # The first turns, which have the oldest version, and the episodes that have not ended.
-        self._first, self._open = list[PoolFuture](), set(range(len(episodes)))
+        # All turns so far, and the episodes that have not ended.
+        self._turns, self._open = list[PoolFuture](), set(range(len(episodes)))
         self._error: BaseException | None = None
         self._run(self._begin)
 
@@ -84,7 +84,7 @@ class TurnsInFlight:
 
     def version(self) -> int | None:
         """See `Pending`."""
-        versions = (turn.drawing.version() for turn in list(self._first) if turn.drawing is not None)
+        versions = (turn.drawing.version() for turn in list(self._turns) if turn.drawing is not None)
         return min((version for version in versions if version is not None), default=None)
 
     def samples(self) -> list[Sample]:
@@ -125,8 +125,7 @@ class TurnsInFlight:
         seed = hashed_seed(self._sampling.seed, number, len(sample.parts), size=7, byteorder="big")
         request = request_of(episode.call.tokens, seed, sample.visual)
         turn = self._service.submit(request, replace(self._sampling, n=1, max_length=sample.limit))
-        if not sample.parts:
-            self._first.append(turn)
+        self._turns.append(turn)
         turn.add_done_callback(partial(self._run, self._drawn, number))
 
     def _drawn(self, number: int, turn: Future[Response]) -> None:

@@ -61,7 +61,7 @@ def open_step(path: Path) -> Iterator[SavedModel]:
         kind = FILE_RECIPES.get(str(values.get(COMMAND)), TrainOptions)
         options = kind(**{name: values[name] for name in kind.names() if values.get(name) is not None})
         inside = path.absolute().relative_to(run.absolute()).parts
-        names = [part for part in inside if part != "training" and not part.startswith("step-")] or options.trained[:1]
+        names = [part for part in inside if part != "training" and not part.startswith("step-")] or options.trained
         folder, step = Path("training", names[0]), re.fullmatch(r"step-(\d+)", inside[-1] if inside else "")
         number, steps = latest_step(local / folder) if step is None else int(step[1]), saved_steps(local / folder)
         if number not in steps:
