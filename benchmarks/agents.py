@@ -11,16 +11,14 @@ and from the program `client:solve`, which uses OpenAI's client, with the same p
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import machine, table, write_json
+from measure import flags, machine, records_of, rl_train, table, write_json
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "calculator"
 # ChatML, with the names of tools and with calls in the form of Hermes: SmolLM2's own template knows no tools.
@@ -110,13 +108,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run a command of rl-train in the folder of the calculator, and return the records of its steps."""
     values = values | {"model": model, "out": out, "dtype": options.dtype, "save-every": 0}
-    arguments = [f"--{option}={value}" for option, value in values.items()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(
-        [sys.executable, "-m", "rl_train", command, *arguments, *further], check=True, cwd=EXAMPLE, env=environment
-    )
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["step"]]
+    rl_train(EXAMPLE, command, *flags(values), *further)
+    return [record for record in records_of(out) if record["step"]]
 
 
 if __name__ == "__main__":

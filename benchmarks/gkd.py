@@ -11,7 +11,6 @@ and computes in bf16, as rl-train's optimizer does.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from grpo import EXAMPLE, TrlRun
-from measure import machine, table, write_json
+from measure import flags, machine, records_of, table, write_json
 
 TEACHER, STUDENT, TRL = "grpo", "rl-train", "trl"
 
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace, name: str) -> tuple[float, list[dict[str, A
         raise SystemExit(f"{name} ended with status {process.returncode}")
     ended.set()
     gib = (max(used) - before) / 2**30 if torch.cuda.is_available() else float("nan")
-    return gib, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return gib, records_of(folder)
 
 
 def by_rl_train(options: argparse.Namespace, name: str) -> list[str]:
@@ -121,7 +120,7 @@ def by_rl_train(options: argparse.Namespace, name: str) -> list[str]:
         values |= {"algorithm": "on-policy-distillation", "reference": options.teacher, "samples": 1}
         values |= {"objective.divergence": "reverse_kl", "steps": options.steps}
         values |= {"prompts-per-step": options.prompts_per_step}
-    return ["-m", "rl_train", "train", *(f"--{option}={value}" for option, value in values.items())]
+    return ["-m", "rl_train", "train", *flags(values)]
 
 
 def by_trl(options: argparse.Namespace) -> None:

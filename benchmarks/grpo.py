@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import machine, table, write_json
+from measure import flags, machine, table, write_json
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
 LORA = "rl-train-lora"
@@ -99,7 +99,7 @@ def of_rl_train(options: argparse.Namespace, seed: int, name: str) -> list[str]:
         "out": options.out / f"{name}-{seed}",
         **lora,
     }
-    return ["-m", "rl_train", "train", *(f"--{option}={value}" for option, value in values.items())]
+    return ["-m", "rl_train", "train", *flags(values)]
 
 
 class TrlRun:

@@ -11,17 +11,15 @@ this from responses of SmolLM2, and from the same with another last number. The 
 
 import argparse
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import machine, table, write_json
+from measure import flags, machine, records_of, rl_train, table, write_json
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "smollm2"
 QUESTION = "The result is {}. Does the response give it? {}"
@@ -135,17 +133,12 @@ def train(
 ) -> list[dict[str, Any]]:
     """Run a command of rl-train that trains, and return the records of its steps."""
     call(command, options, *further, values={"model": model, "out": out, "save-every": 0} | values)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return records_of(out)
 
 
 def call(command: str, options: argparse.Namespace, *further: str, values: dict[str, Any]) -> None:
     """Run a command of rl-train in the folder of the taskset."""
-    arguments = [
-        f"--{option}={value}" for option, value in {"dtype": options.dtype, "seed": options.seed, **values}.items()
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
-    line = [sys.executable, "-m", "rl_train", command, *further, *arguments]
-    subprocess.run(line, check=True, cwd=EXAMPLE, env=environment)
+    rl_train(EXAMPLE, command, *further, *flags({"dtype": options.dtype, "seed": options.seed, **values}))
 
 
 if __name__ == "__main__":

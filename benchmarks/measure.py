@@ -13,10 +13,12 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -190,6 +192,22 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     lines += [f"| {' | '.join(map(cell, row))} |" for row in rows]
     return "\n".join(lines)
+
+
+def rl_train(folder: Path, command: str, *words: str) -> None:
+    """Run a command of rl-train in the folder of an example, whose modules it imports."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-m", "rl_train", command, *words], check=True, cwd=folder, env=environment)
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """Return options of a command with their values."""
+    return [f"--{option}={value}" for option, value in values.items()]
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run of rl-train: of the evaluation before step 1, and of its steps."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_json(path: str | None, **report: Any) -> None:
