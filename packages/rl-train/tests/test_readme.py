@@ -78,7 +78,8 @@ def test_the_options_in_its_text_exist() -> None:
 
 def test_the_options_in_files_of_the_pages_exist(tmp_path: Path) -> None:
     pages = [PACKAGE / "README.md", ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    needed = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f"}
+    # The commands of the pages have the files of rows.
+    needed = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f", "evaluation.prompts": Path("e")}
     checked = 0
     for page in pages:
         for form, block in re.findall(r"^```(toml|yaml)\n(.*?)^```", page.read_text(), re.M | re.S):
