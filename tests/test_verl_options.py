@@ -1,4 +1,4 @@
-"""The program that reads a script of verl knows only options that an installed verl has; `.ci/upstream verl` runs this."""
+"""The program that reads a script of verl knows only options that verl has; `.ci/upstream verl` runs this."""
 
 from __future__ import annotations
 
