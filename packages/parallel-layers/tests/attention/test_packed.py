@@ -487,7 +487,7 @@ def test_boundaries_that_do_not_fit_the_tokens_are_refused(bounds: list[int], ba
     """They gave numbers, or an IndexError."""
     q, wrong = torch.randn(6, 2, 8), torch.tensor(bounds, dtype=torch.int32)
     right = boundaries([6] + [0] * (len(bounds) - 2))
-    text = "must start at 0, never decrease, and end at most at the 6 tokens" if bounds else "has 0 entries; give at"
+    text = "must start at 0, never decrease, and end at or before the 6 tokens" if bounds else "has 0 entries; give at"
     with pytest.raises(ValueError, match=rf"cu_seqlens .*{text}"):
         packed_attention(q, q, q, wrong, 6, backend=backend)
     with pytest.raises(ValueError, match=rf"cu_seqlens_k .*{text}"):

@@ -40,7 +40,7 @@ def check_boundaries(
     lengths = [end - start for start, end in pairwise(bounds)]
     if bounds[0] != 0 or min(lengths, default=0) < 0 or bounds[-1] > num_tokens or (covers and bounds[-1] < num_tokens):
         raise ValueError(
-            f"{name} {bounds!s:.100} must start at 0, never decrease, and end at {'' if covers else 'most at '}the "
+            f"{name} {bounds!s:.100} must start at 0, never decrease, and end at {'' if covers else 'or before '}the "
             f"{num_tokens} tokens; padding is a last segment"
         )
     if max_seqlen is not None and (longest := max(lengths, default=0)) > max_seqlen:

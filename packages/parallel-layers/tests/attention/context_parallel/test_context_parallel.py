@@ -387,7 +387,7 @@ def test_mistakes_are_named(ranks: RankPool) -> None:
                     "takes q [T, Q, D], k [T, K, D], v [T, K, D'], got q (6, 2, 4), k (6, 2, 8), v (6, 2, 8)",
                     "q, k, v must have one dtype, got torch.float32, torch.float32, torch.bfloat16",
                     "cu_seqlens must be 1-D int32, got (2,) torch.int64",
-                    "cu_seqlens [0, 13] must start at 0, never decrease, and end at most at the 12 tokens",
+                    "cu_seqlens [0, 13] must start at 0, never decrease, and end at or before the 12 tokens",
                     "sinks (3,) must hold one score for each of the 2 query heads",
                     "window=0 tokens",
                     "no backend can do this case",
