@@ -105,25 +105,28 @@ def test_a_machine_that_was_replaced_leaves_the_object_of_the_other_one(machine:
     assert fsspec.filesystem("memory").cat_file(OBJECT) == b"process 1 of there\n7"
 
 
-@pytest.mark.parametrize("error", [FileExistsError(), NotImplementedError(), TypeError("mode")])
+@pytest.mark.parametrize("other", [b"process 1 of there\n", None])
+@pytest.mark.parametrize("error", [FileExistsError(), NotImplementedError(), TypeError("mode"), OSError("412")])
 def test_of_two_runs_that_begin_together_one_is_refused(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception, other: bytes | None
 ) -> None:
-    """The other one has created the object first; a store without conditional writes has the last one's."""
+    """The other one has created the object first. Without another one a store needs no conditional writes."""
     files = fsspec.filesystem("memory")
     pipe = type(files).pipe_file
 
     def created(self: Any, path: str, value: bytes, **options: Any) -> None:
-        if options:
-            pipe(self, path, b"process 1 of there\n")
-            raise error
-        pipe(self, path, value)
+        if not options:
+            pipe(self, path, value)
+            return
+        if other is not None:
+            pipe(self, path, other)
+        raise error
 
     monkeypatch.setattr(type(files), "pipe_file", created)
-    if isinstance(error, FileExistsError):
+    if other is not None:
         with pytest.raises(ValueError, match=r"^process 1 of there runs at memory://bucket/run"), locked(machine("x")):
             pass
-    else:
+    elif not isinstance(error, FileExistsError):
         with locked(machine("x")):
             push(machine("x"))
 

@@ -93,8 +93,9 @@ class UrlLock:
         try:
             with suppress(FileExistsError):
                 self._store.files.pipe_file(self._object, f"{holder}\n".encode(), mode="create")
-        except Exception:  # a store without conditional writes
-            self._write(holder)
+        except Exception:  # no conditional writes, or no writes at all, of which the plain write raises the error
+            if not self._text():
+                self._write(holder)
         if _holder(text := self._text()) != holder:
             self._refuse(text)
 
