@@ -35,7 +35,7 @@ from rl_train.cli.commands import app
 
 def ensure_running():
     assert "torch" not in sys.modules, "the server starts before torch is imported, which takes seconds"
-    assert forkserver._forkserver._preload_modules[0] == module
+    assert module in forkserver._forkserver._preload_modules
     raise SystemExit(7)
 
 forkserver.ensure_running = ensure_running

@@ -444,7 +444,7 @@ def test_an_answer_after_the_end_is_not_recorded(
 
 
 def test_the_end_of_a_session_waits_for_a_record(tokenizer: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `end` leaves behind, no thread changes."""
+    """No thread changes a session that `end` has returned."""
     endpoint = Endpoint(tokenizer, lambda prompt: "x")
     thread, record = threading.Thread(target=endpoint.gateway.end, args=[endpoint.session]), endpoint.record.record
 

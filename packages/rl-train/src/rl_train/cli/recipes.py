@@ -110,7 +110,7 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
             typer.echo("checking the options, the model and the rows", err=True)
         options = resolve(kind, config, arguments)
         if not (dry_run or getattr(options, "ray", False)):
-            prepare("rl_train.loop.file_recipe" if isinstance(options, FileOptions) else "rl_train.loop.run")
+            prepare("rl_train.loop.run", "rl_train.loop.file_recipe")
         # Imported here: the models take seconds to import, and `--help` needs none of them.
         from rl_train.cluster.machines import Machines
         from rl_train.loop.folder import check_unlocked, steps_done
