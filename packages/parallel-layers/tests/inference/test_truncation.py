@@ -73,7 +73,7 @@ def kept_of_parts(logits: Tensor, cuts: list[int], top_p: float, temperature: fl
         return torch.stack([_weights_above(*part, low, shift) for part in parts]).sum(0)
 
     low = torch.full((len(logits),), torch.iinfo(integers).min, dtype=integers)
-    return logits >= _ordered(_search(measure, low, top_p, None)).view(logits.dtype)[:, None]
+    return logits >= _ordered(_search(measure, low, top_p, torch.clone)).view(logits.dtype)[:, None]
 
 
 @given(LOGITS, TOP_P, st.floats(0.05, 5), st.lists(st.integers(1, 24), min_size=1, max_size=3), st.booleans())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from parallel_layers.inference import truncate
-from parallel_layers.inference.truncation import _ordered, _sorted_weights, _weights_above, least_logits
+from parallel_layers.inference.truncation import _search, _sorted_weights, _weights_above, least_logits
 from parallel_layers.inference.vocabulary_parallel import packed_bits
 from parallel_layers.kernels import sample as kernels
 from parallel_layers.kernels.sample import (
@@ -16,7 +17,7 @@ from parallel_layers.kernels.sample import (
     draw_from_share,
     draw_tokens,
     row_statistics,
-    weights_above,
+    top_p_threshold,
 )
 
 
@@ -103,23 +104,41 @@ def test_truncated_draws(device: torch.device, options: dict[str, Any]) -> None:
     assert (uniforms >= passed - own - 2e-6).all()
 
 
-@pytest.mark.parametrize("vocab_size", [5, 512, 1300])
-@pytest.mark.parametrize(("shift", "way"), [(0, 3), (0, 15), (12, 3), (28, 3)])
-def test_weights_above_thresholds(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab_size: int, shift: int, way: int
+@pytest.mark.parametrize("vocab_size", [5, 256, 700])
+@pytest.mark.parametrize("top_p", [1e-300, 0.6, 0.999])
+def test_the_threshold_of_top_p(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, vocab_size: int, top_p: float
 ) -> None:
-    """As torch adds them. Two programs have the three blocks of a row, and the threshold `way` is a token's logit."""
-    monkeypatch.setattr(kernels, "_PROGRAMS", 6)
+    """As the search over sorted weights finds it. Two programs have the three blocks of a row."""
+    monkeypatch.setattr(kernels, "_PROGRAMS", 8)
     torch.manual_seed(4)
-    logits = 3 * torch.randn(3, vocab_size, device=device)
-    logits[1, 1:], logits[:, 3] = -torch.inf, -torch.inf
+    logits = torch.tensor([3.0, 1e-3, 3.0, 3.0], device=device)[:, None] * torch.randn(4, vocab_size, device=device)
+    logits[2, 1:], logits[:, 3] = -torch.inf, -torch.inf
     highest, least = logits.amax(-1), logits.amax(-1) - 9
-    keys = _ordered(logits.view(torch.int32))
-    low = torch.full_like(keys[:, 0], torch.iinfo(torch.int32).min) if shift == 28 else keys[:, 0] - (way << shift)
-    result = weights_above(logits, highest, least, low, shift, 0.7)
-    expected = _weights_above(*_sorted_weights(logits, highest, least, 0.7), low, shift)
-    # Exponentials differ in their last bits.
-    torch.testing.assert_close(result.double(), expected.double(), rtol=1e-6, atol=0)
+    threshold = top_p_threshold(logits, highest, least, 0.7, top_p, torch.clone)
+    measure = partial(_weights_above, *_sorted_weights(logits, highest, least, 0.7))
+    low = torch.full_like(threshold, torch.iinfo(torch.int32).min)
+    assert torch.equal(threshold, _search(measure, low, top_p, torch.clone))
+    totals: list[torch.Tensor] = []
+    top_p_threshold(logits, highest, least, 0.7, top_p, lambda sums: totals.append(sums) or sums)
+    # Two ranks with parts of the vocabulary, one after the other.
+    rest = [total.clone() for total in totals]
+    for part in logits.tensor_split(2, 1):
+        rounds = iter(zip(totals, rest, strict=True))
+
+        def add(sums: torch.Tensor) -> torch.Tensor:
+            total, left = next(rounds)  # noqa: B023
+            left -= sums
+            return total
+
+        assert torch.equal(top_p_threshold(part.contiguous(), highest, least, 0.7, top_p, add), threshold)
+    assert not any(left.any() for left in rest)
+
+
+def test_a_top_p_that_fp32_rounds_to_one_leaves_out_what_it_should(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, -23.5, -25.0]], device=device)  # probabilities 1, 6e-11 and 1.4e-11
+    kept = [least_logits(logits, top_p=1 - rest).item() for rest in (1e-9, 4e-11, 4e-12)]
+    assert kept == [0.0, -23.5, -25.0]
 
 
 @pytest.mark.parametrize("vocab_size", [5, 2048, 5000])

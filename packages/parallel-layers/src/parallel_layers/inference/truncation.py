@@ -2,8 +2,8 @@
 
 Each keeps the tokens whose logit is at least a threshold. Ranks that hold parts of the vocabulary find the threshold of
 the whole vocabulary without gathering it. For top-p they search it bit by bit: a float's bits, read as an integer, have
-the order of the floats, and each round tries 16 thresholds and finds four bits. The probability above a threshold is a
-sum of integers, which is exact in any order. So the kept tokens do not depend on how the vocabulary is divided.
+the order of the floats, and each round tries a few thresholds. The probability above a threshold is a sum of integers,
+which is exact in any order. So the kept tokens do not depend on how the vocabulary is divided.
 
 Shape legend: N rows, V vocabulary, or this rank's part of it, W thresholds of a round.
 """
@@ -21,9 +21,10 @@ from torch.nn import functional as F
 
 from parallel_layers.distributed import async_collectives
 from parallel_layers.kernels.runtime import use_triton
-from parallel_layers.kernels.sample import WAYS, WEIGHT_BITS, weights_above
+from parallel_layers.kernels.sample import WEIGHT_BITS, top_p_threshold
 
-_BITS = WAYS.bit_length() - 1
+# The bits of the threshold that a round of `_search` finds.
+_BITS = 4
 # Integers of the width of each dtype.
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -75,7 +76,8 @@ def least_logits(
     Args:
         logits_NV: `[N, V]` of `wide_logits`, not divided by the temperature.
         group: The ranks that hold equal parts of the vocabulary. Communication: for min-p and top-p an all-reduce
-            `[N]`; for top-k an all-gather `[N, min(top_k, V)]`; for top-p 8 all-reduces `[N, 16]` int64 (16 for fp64).
+            `[N]`; for top-k an all-gather `[N, min(top_k, V)]`; for top-p all-reduces of at most `[N, 16]` int64, 8
+            for fp32 and 16 for fp64; by Triton 12.
     """
     ranks = group if async_collectives.is_sharded(group) else None
     least_N = logits_NV.new_full(logits_NV.shape[:1], -math.inf)
@@ -92,30 +94,33 @@ def least_logits(
         least_N = torch.maximum(least_N, candidates[:, -1])
     if top_p == 1:
         return least_N
+    add = partial(async_collectives.all_reduce, group=ranks) if ranks is not None else _unchanged
     if use_triton(logits_NV):
-        measure = partial(weights_above, logits_NV, highest_N, least_N, temperature=temperature)
+        low_N = top_p_threshold(logits_NV, highest_N, least_N, temperature, top_p, add)
     else:
         measure = partial(_weights_above, *_sorted_weights(logits_NV, highest_N, least_N, temperature))
-    smallest = torch.iinfo(_KEYS[logits_NV.dtype]).min
-    low_N = torch.full_like(highest_N, smallest, dtype=_KEYS[logits_NV.dtype])
-    return _ordered(_search(measure, low_N, top_p, ranks)).view(logits_NV.dtype)
+        smallest = torch.iinfo(_KEYS[logits_NV.dtype]).min
+        low_N = _search(measure, torch.full_like(highest_N, smallest, dtype=_KEYS[logits_NV.dtype]), top_p, add)
+    return _ordered(low_N).view(logits_NV.dtype)
+
+
+def _unchanged(weights_NW: Tensor) -> Tensor:
+    return weights_NW
 
 
 def _search(
-    measure: Callable[[Tensor, int], Tensor], low_N: Tensor, top_p: float, group: ProcessGroup | None
+    measure: Callable[[Tensor, int], Tensor], low_N: Tensor, top_p: float, add: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return for each row the largest threshold whose tokens have at least `top_p` of the weight of all tokens.
 
     Args:
         measure: Returns `[N, W]` int64, the weight of this rank's tokens from `low + (w << shift)` on.
         low_N: The smallest integer of its dtype.
-        group: The ranks whose weights are added.
+        add: Adds these weights over the ranks.
     """
     target_N1 = None
     for shift in range(8 * low_N.element_size() - _BITS, -1, -_BITS):
-        weights_NW = measure(low_N, shift)
-        if group is not None:
-            weights_NW = async_collectives.all_reduce(weights_NW, group)
+        weights_NW = add(measure(low_N, shift))
         if target_N1 is None:
             target_N1 = (top_p * weights_NW[:, :1].double()).ceil().long()
         # The lowest threshold of a round has enough weight by the round before.
@@ -132,7 +137,7 @@ def _ordered(bits: Tensor) -> Tensor:
 def _sorted_weights(logits_NV: Tensor, highest_N: Tensor, least_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the logits as integers in ascending order, and the weight of the tokens from each one on, `[N, V + 1]`.
 
-    The weights are those of `kernels.sample.weights_above`.
+    The weights are those of `kernels.sample.top_p_threshold`.
     """
     keys = _ordered(logits_NV.view(_KEYS[logits_NV.dtype])).sort(dim=-1).values
     logits_NV = _ordered(keys).view(logits_NV.dtype)
@@ -143,5 +148,5 @@ def _sorted_weights(logits_NV: Tensor, highest_N: Tensor, least_N: Tensor, tempe
 
 def _weights_above(keys_NV: Tensor, above_NV: Tensor, low_N: Tensor, shift: int) -> Tensor:
     """Return the weight of the tokens from each threshold on; see `_search`."""
-    steps = torch.arange(WAYS, dtype=low_N.dtype, device=low_N.device) << shift
+    steps = torch.arange(1 << _BITS, dtype=low_N.dtype, device=low_N.device) << shift
     return above_NV.gather(1, torch.searchsorted(keys_NV, low_N[:, None] + steps))

@@ -3,7 +3,9 @@
 The first kernel keeps the maximum and the sum of exponentials of each block of the vocabulary. The second finds the
 block in which the cumulative sum passes the row's number, and reads that block alone.
 
-A third kernel adds the weights of the tokens above thresholds, for the search of `inference.truncation`.
+Rounds of another kernel search the threshold of top-p. A float's bits, read as an integer, have the floats' order. Each
+round tries the integers that divide the range of the round before in 4 or 16 equal parts, and adds the weights of the
+tokens of that range alone.
 
 Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 """
@@ -13,19 +15,21 @@ Shape legend: N rows, V vocabulary, J blocks of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from parallel_layers.kernels.runtime import cdiv, next_power_of_2, on_its_device, tl, triton
 
 _BLOCK = 2048
-# Thresholds that one pass over the logits tries.
-WAYS = 16
-# The likeliest token has the weight 2^40 in a search for a threshold.
+# The likeliest token has the weight 2^40 in a search for the threshold of top-p.
 WEIGHT_BITS = 40
-_SEARCH_BLOCK = 512
-# Programs that fill a GPU.
-_PROGRAMS = 2048
+# The bits that each round finds. The first rounds weigh nearly all tokens, which takes the longer the more they try.
+_ROUNDS = (2,) * 8 + (4,) * 4
+_SEARCH_BLOCK = 256
+# Programs of a round that fill a GPU.
+_PROGRAMS = 8192
 
 
 @triton.jit
@@ -67,27 +71,57 @@ def _ordered(x):
 
 
 @triton.jit
-def _weights_above_kernel(
-    logits_ptr, highest_ptr, least_ptr, low_ptr, weights_ptr, stride, vocab_size, temperature, shift,
-    WAYS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_BITS: tl.constexpr,
+def _narrowed(sums_ptr, range_ptr, top_p_ptr, row, shift, WAYS: tl.constexpr):
+    """Return the range that a round leaves: where it begins, the weight of the tokens above it and of all tokens."""
+    way = tl.arange(0, WAYS)
+    low, above = tl.load(range_ptr + row * 3), tl.load(range_ptr + row * 3 + 1)
+    total = tl.load(range_ptr + row * 3 + 2)
+    weights = above + tl.load(sums_ptr + row * WAYS + way)
+    # The range of the first round has all tokens.
+    total = tl.where(total == 0, tl.max(weights, 0), total)
+    target = tl.ceil(tl.load(top_p_ptr) * total.to(tl.float64)).to(tl.int64)
+    # The lowest threshold has enough weight by the round before.
+    number = tl.sum((weights >= target).to(tl.int64), 0) - 1
+    above = tl.where(number == WAYS - 1, above, tl.sum(tl.where(way == number + 1, weights, 0), 0))
+    return low + (number << shift), above, total
+
+
+@triton.jit
+def _search_kernel(
+    logits_ptr, highest_ptr, least_ptr, last_sums_ptr, last_range_ptr, sums_ptr, range_ptr, top_p_ptr,
+    stride, vocab_size, temperature, last_shift, shift,
+    WAYS: tl.constexpr, LAST_WAYS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    highest, least, low = tl.load(highest_ptr + row), tl.load(least_ptr + row), tl.load(low_ptr + row)
+    if FIRST:
+        first = tl.full((), -0x80000000, tl.int64)
+        above, total = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    else:
+        first, above, total = _narrowed(last_sums_ptr, last_range_ptr, top_p_ptr, row, last_shift, LAST_WAYS)
+    if block == 0:
+        tl.store(range_ptr + row * 3, first)
+        tl.store(range_ptr + row * 3 + 1, above)
+        tl.store(range_ptr + row * 3 + 2, total)
+    low, highest, least = first.to(tl.int32), tl.load(highest_ptr + row), tl.load(least_ptr + row)
     way = tl.arange(0, WAYS)
-    tried = low + (way << shift)
-    above, inside = tl.zeros((BLOCK,), tl.int64), tl.zeros((WAYS, BLOCK), tl.int64)
+    sums = tl.zeros((WAYS,), tl.int64)
     for begin in range(block * BLOCK, vocab_size, blocks * BLOCK):
         x = _load(logits_ptr + row * stride, begin + tl.arange(0, BLOCK), vocab_size, 1.0, least)
-        weight = (tl.exp((x - highest) / temperature) * (1 << WEIGHT_BITS)).to(tl.int64)
-        weight = tl.where(x > float("-inf"), weight, 0)
-        key = _ordered(x)
-        # Most blocks have no token between the thresholds once these are close.
-        last = low + ((WAYS - 1) << shift)
-        above += tl.where(key >= last, weight, 0)
-        if tl.max(((key >= low) & (key < last)).to(tl.int32), 0) > 0:
-            weight = tl.where(key < last, weight, 0)
-            inside += tl.where(key[None, :] >= tried[:, None], weight[None, :], 0)
-    tl.atomic_add(weights_ptr + row * WAYS + way, tl.sum(inside, 1) + tl.sum(above, 0))
+        part = (_ordered(x) - low).to(tl.uint32, bitcast=True) >> shift
+        inside = part < WAYS
+        # Most blocks have no token in the range once it is small.
+        if tl.max(inside.to(tl.int32), 0) > 0:
+            weight = (tl.exp((x - highest) / temperature) * (1 << WEIGHT_BITS)).to(tl.int64)
+            weight = tl.where(inside, weight, 0)
+            sums += tl.sum(tl.where(part[None, :] >= way[:, None].to(tl.uint32), weight[None, :], 0), 1)
+    tl.atomic_add(sums_ptr + row * WAYS + way, sums)
+
+
+@triton.jit
+def _threshold_kernel(sums_ptr, range_ptr, thresholds_ptr, top_p_ptr, WAYS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    threshold, _, _ = _narrowed(sums_ptr, range_ptr, top_p_ptr, row, 0, WAYS)
+    tl.store(thresholds_ptr + row, threshold.to(tl.int32))
 
 
 @triton.jit
@@ -141,23 +175,43 @@ def _bits_kernel(
 
 
 @on_its_device
-def weights_above(
-    logits_NV: Tensor, highest_N: Tensor, least_N: Tensor, low_N: Tensor, shift: int, temperature: float
+def top_p_threshold(
+    logits_NV: Tensor,
+    highest_N: Tensor,
+    least_N: Tensor,
+    temperature: float,
+    top_p: float,
+    add: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the weight `[N, 16]` int64 of the tokens from each threshold `low + (w << shift)` on.
+    """Return the largest threshold `[N]` int32 whose tokens have at least `top_p` of the weight of all tokens.
 
-    A token has the weight 2^40 exp((logit - highest) / temperature), rounded down, and 0 below the logit `least`.
-    Thresholds are int32 in the order of the floats with these bits. For fp32 logits that are contiguous.
+    A token has the weight 2^40 exp((logit - highest) / temperature), rounded down, and 0 below the logit `least`. The
+    threshold is in the order of the floats with these bits. For fp32 logits that are contiguous.
+
+    Args:
+        add: Adds the weights `[N * 4]` or `[N * 16]` int64 of a round over the ranks that hold parts of the vocabulary.
     """
     num, vocab_size = logits_NV.shape
-    weights = logits_NV.new_zeros(num, WAYS, dtype=torch.int64)
-    if num:
-        blocks = min(cdiv(vocab_size, _SEARCH_BLOCK), cdiv(_PROGRAMS, num))
-        _weights_above_kernel[(num, blocks)](
-            logits_NV, highest_N, least_N, low_N, weights, logits_NV.stride(0), vocab_size, temperature, shift,
-            WAYS=WAYS, BLOCK=_SEARCH_BLOCK, WEIGHT_BITS=WEIGHT_BITS, num_warps=8,
+    thresholds = logits_NV.new_empty(num, dtype=torch.int32)
+    if not num:
+        return thresholds
+    blocks = min(cdiv(vocab_size, _SEARCH_BLOCK), cdiv(_PROGRAMS, num))
+    # Triton takes numbers in fp32.
+    top_p_1 = logits_NV.new_full((1,), top_p, dtype=torch.float64)
+    ranges = logits_NV.new_empty(len(_ROUNDS), num, 3, dtype=torch.int64)
+    all_ways = [1 << bits for bits in _ROUNDS]
+    zeros = logits_NV.new_zeros(num * sum(all_ways), dtype=torch.int64).split([num * ways for ways in all_ways])
+    sums, last, last_shift, shift = zeros[0], 0, 0, 32
+    for number, ways in enumerate(all_ways):
+        shift -= _ROUNDS[number]
+        _search_kernel[(num, blocks)](
+            logits_NV, highest_N, least_N, sums, ranges[last], zeros[number], ranges[number], top_p_1,
+            logits_NV.stride(0), vocab_size, temperature, last_shift, shift, WAYS=ways, LAST_WAYS=all_ways[last],
+            FIRST=number == 0, BLOCK=_SEARCH_BLOCK, WEIGHT_BITS=WEIGHT_BITS, num_warps=1,
         )  # fmt: skip
-    return weights
+        sums, last, last_shift = add(zeros[number]), number, shift
+    _threshold_kernel[(num,)](sums, ranges[last], thresholds, top_p_1, WAYS=all_ways[last], num_warps=1)
+    return thresholds
 
 
 @on_its_device
