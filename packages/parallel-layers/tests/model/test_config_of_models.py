@@ -537,15 +537,25 @@ def test_the_text_of_mistral_3_is_that_of_its_text_model() -> None:
 @pytest.mark.parametrize(
     ("model_type", "lacking"),
     [
+        ("axk2", "an indexer"),
         ("bailing_hybrid", "delta attention whose decays"),
         ("deepseek_v4", "compressed keys and values, hyper-connections, and an indexer"),
         ("falcon_h1", "attention and Mamba-2 side by side"),
         ("glm5_next", "hyper-connections, and an indexer"),
+        ("hy_v4_vl", "hyper-connections, and an indexer"),
         ("inkling", "short convolutions of keys"),
+        ("inkling2_text", "short convolutions of keys"),
         ("lfm2", "gated short convolutions"),
+        ("lfm2_vl", "gated short convolutions"),
         ("lfm3", "gated short convolutions"),
+        ("minimax", "lightning attention"),
+        ("minimax_m3_vl_text", "an indexer"),
         ("qwen4_exp", "embeddings of n-grams, gated residuals, and an indexer"),
         ("qwen4_exp_text", "embeddings of n-grams, gated residuals, and an indexer"),
+        ("rwkv", "the recurrence of RWKV"),
+        ("xlstm", "memory cells with exponential gates"),
+        ("zamba2", "attention that several layers of Mamba-2 share"),
+        ("zaya", "convolutions of queries and keys"),
     ],
 )
 def test_what_is_missing_of_other_models_is_named(model_type: str, lacking: str) -> None:

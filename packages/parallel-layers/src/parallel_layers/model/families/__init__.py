@@ -41,16 +41,22 @@ _CONVOLUTIONS = "gated short convolutions in place of attention"
 # What the layers lack for other models with states, convolutions or indexers, by `model_type`.
 _LACKING = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), _MAMBA),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXER),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "minimax_m3", "mistral_large4"), _INDEXER),
     "deepseek_v4": f"compressed keys and values, hyper-connections, and {_INDEXER}",
-    "glm5_next": f"hyper-connections, and {_INDEXER}",
+    **dict.fromkeys(("glm5_next", "hy_v4"), f"hyper-connections, and {_INDEXER}"),
     "qwen4_exp": f"embeddings of n-grams, gated residuals, and {_INDEXER}",
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONVOLUTIONS),
-    "inkling": "short convolutions of keys and values, and position biases instead of rotation",
+    **dict.fromkeys(
+        ("inkling", "inkling2", "inkling2_loop"),
+        "short convolutions of keys and values, and position biases instead of rotation",
+    ),
     "bailing_hybrid": "delta attention whose decays have a lower bound",
     "falcon_h1": "attention and Mamba-2 side by side in one layer",
     "minimax": "lightning attention",
     "recurrent_gemma": "recurrent linear units",
+    "rwkv": "the recurrence of RWKV",
+    "xlstm": "memory cells with exponential gates",
+    "zaya": "convolutions of queries and keys",
     "zamba2": "attention that several layers of Mamba-2 share",
 }
 # Text models that share the row of another model.
@@ -86,7 +92,7 @@ def family_of(config: Config) -> Family:
         return _of_text(next((family for family in matches if family.name == model_type), matches[0]), config)
     classes = ", ".join(f"{family.class_prefix}ForCausalLM" for family in FAMILIES.values())
     stated = f"architectures={[*architectures]} with model_type={model_type!r}"
-    lacking = _LACKING.get(str(model_type).removesuffix("_text"))
+    lacking = _LACKING.get(re.sub("(_vl)?(_text)?$", "", str(model_type)))
     reason = "" if lacking is None else f": the layers lack {lacking}"
     raise ValueError(f"{stated} is not supported{reason}; known: {classes}")
 
