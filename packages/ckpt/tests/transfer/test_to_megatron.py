@@ -214,3 +214,12 @@ def _with_prediction_layer(source: Path, folder: Path) -> Path:
         tensors.setdefault(name, torch.randn(block.shape))
     save_hf(folder, tensors, predicting)
     return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h"])
+def test_hybrids_are_refused_by_name(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Also Nemotron-H, of which Megatron-Core has every tensor in a model, under other names in its checkpoints."""
+    family = name.replace("-", "_")
+    with pytest.raises(ValueError, match=f"{family} has linear attention, .*; use a Hugging Face folder, or a sharded"):
+        to_megatron(checkpoint(name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

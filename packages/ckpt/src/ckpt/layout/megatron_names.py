@@ -41,12 +41,12 @@ def stored_blocks(layout: Layout, target: Target, *, rows: int = 1, homogeneous:
     Raises:
         ValueError: Megatron-Core has no tensor for one of the model's, or the model has linear attention.
     """
-    placed = dataclasses.replace(layout, target=target, layers=None, vocab_multiple=rows, prediction_layers=0)
     if layout.family.has_linear_attention:
         raise ValueError(
             f"{layout.family.name} has linear attention, whose projections Megatron-Core's checkpoints divide into "
             "tensors of other names, which are not supported; use a Hugging Face folder, or a sharded folder"
         )
+    placed = dataclasses.replace(layout, target=target, layers=None, vocab_multiple=rows, prediction_layers=0)
     keeps_norms = target == "megatron_te" or count_or_zero(layout.text, "kv_lora_rank")
     parts: dict[str, dict[Shape, Block]] = {}
     for local, block in placed.at(Place()).items():
