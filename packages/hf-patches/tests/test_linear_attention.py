@@ -14,6 +14,7 @@ from hf_patches.batch import plan_batch
 from hf_patches.families import vision_of
 from hf_patches.families.table import RECURRENT
 from hf_patches.linear_attention import find_mixers
+from hf_patches.swaps import called_names
 from hf_patches.testing.tiny_models import one_by_one, random_sequences, tiny_model
 from parallel_layers import PackedSequence
 
@@ -113,25 +114,34 @@ def test_one_sequence_has_no_influence_on_another(model_type):
         assert not any(torch.equal(before[i], after[i]) for i in (0, 4, 6))
 
 
-@pytest.mark.parametrize("installed", ["fla", "causal_conv1d"])
-def test_kernels_of_other_packages_are_never_called(monkeypatch, installed):
-    """transformers calls an installed kernel with the keywords that it knows; ours stand in its place."""
-    model = tiny_model(DENSE)
+@pytest.mark.parametrize("model_type", recurrent(*RECURRENT))
+def test_kernels_of_other_packages_are_never_called(monkeypatch, model_type):
+    """transformers calls an installed kernel (of fla, causal-conv1d, mamba-ssm) with the keywords that it knows.
+
+    Ours stand in its place, and the proof at the start calls none, too.
+    """
+    model = tiny_model(model_type)
     code = sys.modules[type(model).__module__]
-    name = {"fla": "torch_chunk_gated_delta_rule", "causal_conv1d": "causal_conv1d_fn"}[installed]
-
-    @functools.wraps(getattr(code, name).__wrapped__)
-    def kernel(*args, **kwargs):
-        raise AssertionError("called")
-
     sequences = random_sequences((5, 9), 61)
     expected = one_by_one(model, sequences).log_probs
-    monkeypatch.setattr(code, name, kernel)
-    with pytest.raises(AssertionError, match="called"):
-        one_by_one(model, sequences)
-    patch(model)
-    log_probs = model(packed=PackedSequence.from_sequences(sequences)).log_probs
-    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+    (mixer,) = find_mixers(model)
+    names = [name for name in called_names(mixer) if name in linear_attention._PACKED]
+    assert len(names) >= 2
+    for name in names:
+        with monkeypatch.context() as installed:
+
+            @functools.wraps(getattr(code, name).__wrapped__)
+            def kernel(*args, **kwargs):
+                raise AssertionError("called")
+
+            installed.setattr(code, name, kernel)
+            with pytest.raises(AssertionError, match="called"):
+                one_by_one(model, sequences)
+            patched = patch(model)
+            assert patched.probe_result.leak <= patched.probe_result.allowed
+            log_probs = model(packed=PackedSequence.from_sequences(sequences)).log_probs
+            torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+            patched.remove()
 
 
 @pytest.mark.parametrize("way", ["transformers", "full", "selective", "deepcopy"])
