@@ -193,6 +193,36 @@ def test_the_convolution_equals_one_rank(ranks: RankPool, layout: Layout, window
                 torch.testing.assert_close(ours, truth)
 
 
+def run_both(group: ProcessGroup, packs: list[list[Tensor]], lengths: list[int], form: Form) -> list[list[Tensor]]:
+    """The outputs and the gradients of tokens of the delta rule, Mamba-2 and the convolution, for each pack."""
+    results = []
+    for tensors in packs:
+        q, k, v, _, beta, seed = tensors
+        found = run_delta_rule(group, tensors, lengths, form)
+        space = [v, beta, k, q, -torch.ones(VALUE_HEADS).double(), torch.ones(VALUE_HEADS).double(), seed]
+        found += run_state_space(group, space, lengths, form)[:5]
+        taps = torch.linspace(-1, 1, VALUE_DIM * WINDOW, dtype=torch.float64).view(VALUE_DIM, WINDOW)
+        layout = "contiguous" if form == "heads" else form
+        convolved = [v[:, 0], taps, torch.ones(VALUE_DIM).double(), seed[:, 0]]
+        found += run_convolution(group, convolved, lengths, layout)[:2]
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize(("form", "world"), [("contiguous", 3), ("zigzag", 4), ("heads", 2)])
+def test_a_sequence_does_not_reach_another(ranks: RankPool, form: Form, world: int) -> None:
+    """Other numbers in one sequence change no bit of the other sequences, wherever the ranks' borders are."""
+    plain = delta_inputs(per_channel=form == "zigzag")
+    for lengths in LENGTHS.values():
+        changed = lengths.index(max(lengths[1:] or lengths))
+        kept = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) != changed
+        others = [torch.where(kept.view(-1, *[1] * (x.dim() - 1)), x, x.roll(7, 0) * 0.5) for x in plain]
+        for before, after in ranks.run(run_both, [plain, others], lengths, form, world=world):
+            for x, y in zip(before, after, strict=True):
+                assert torch.equal(x[kept], y[kept])
+                assert not torch.equal(x, y)
+
+
 @contextmanager
 def numbers_gathered() -> Iterator[list[int]]:
     """Count the numbers that this rank sends in each all-gather of the recurrence."""
