@@ -12,7 +12,7 @@ import torch
 from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.rotary import require_length
-from parallel_models import CacheOptions, Role
+from parallel_models import CacheOptions, Role, model_config
 from parallel_models.engine import longest_sequence, stored_dtype
 from rl_models import Actor, Grid
 from rl_models.backends import BackendOptions, offered, require_optimizer, require_options, row_of
@@ -82,11 +82,31 @@ def check_model(
 def check_reference(
     options: RunOptions, checkpoint: Checkpoint, dims: ParallelDims, longest: int, cache: CacheOptions | None = None
 ) -> None:
-    """Refuse a reference, teacher or judge, as `check_model` does; it has no adapters and does not learn."""
+    """Refuse a reference, teacher or judge, as `check_model` does; it has no adapters and does not learn.
+
+    With a `cache` the model draws.
+    """
     require_length(longest, longest_sequence(checkpoint))
+    if cache is not None:
+        require_states(options.backend, checkpoint)
     if options.backend == "parallel":
         engine = replace(engine_options(options, dims), lora=None, base_format=None)
         check_native_model(checkpoint, Actor.role, dims, engine, options.max_tokens, cache)
+
+
+def require_states(backend: str, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a model that draws has recurrent layers, whose states the backend does not keep."""
+    if backend == "parallel":
+        return
+    try:
+        is_recurrent = model_config(checkpoint).has_linear_attention
+    except ValueError:  # a family of transformers alone
+        return
+    if is_recurrent:
+        raise ValueError(
+            f"backend={backend} keeps no states of the recurrent layers of {checkpoint} from token to token, so it "
+            "cannot draw; leave backend out, or give rollouts=vllm"
+        )
 
 
 def check_teacher(options: TrainOptions, longest: int) -> None:

@@ -28,7 +28,14 @@ from rl_train.engines.vllm_limits import require_vllm, warn_of_step_limits
 from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.gateway.server import require_gateway
-from rl_train.loop.checked_models import check_model, check_reference, check_teacher, summary, with_dtype
+from rl_train.loop.checked_models import (
+    check_model,
+    check_reference,
+    check_teacher,
+    require_states,
+    summary,
+    with_dtype,
+)
 from rl_train.loop.folder import check_folder
 from rl_train.loop.judging import check_judges
 from rl_train.loop.objective import advantages_of, loss_of
@@ -317,6 +324,8 @@ def _check_server(options: TrainOptions, vocab_size: int, longest: int) -> None:
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:
     """Refuse backends, grids and checkpoints that the ranks would refuse; return the bytes of the policy's cache."""
     cache_bytes = None
+    if options.rollouts.engine == "native" and options.rollouts.devices is None:
+        require_states(options.backend, policy)
     models: list[tuple[Role, Checkpoint, ParallelDims]] = [(policy_kind(options).role, policy, options.grid)]
     if options.separate_critic:
         critic = policy if options.critic.model is None else Checkpoint(options.critic.model)
