@@ -49,6 +49,24 @@ def test_forgotten_borders_are_found(monkeypatch, model_type, name):
     assert {key: dict(vars(module)) for key, module in model.named_modules()} == before
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(DENSE, "gated_delta_rule"), (DENSE, "short_convolution"), ("nemotron_h", "state_space_dual")],
+)
+def test_a_gradient_that_crosses_a_border_is_found(monkeypatch, model_type, name):
+    """The outputs are right, bit for bit."""
+    real = getattr(linear_attention, name)
+
+    def leaks_backward(*operands, **options):
+        output, state = real(*operands, **options)
+        x = operands[2] if name == "gated_delta_rule" else operands[0]
+        return output + 0.01 * (x.cumsum(0) - x.cumsum(0).detach()), state
+
+    monkeypatch.setattr(linear_attention, name, leaks_backward)
+    with pytest.raises(RuntimeError, match=r"and model\.layers\.0\.\w+ alone lets segments influence each other"):
+        patch(tiny_model(model_type))
+
+
 def test_another_recurrence_is_found(monkeypatch):
     real = linear_attention.gated_delta_rule
 
@@ -73,6 +91,22 @@ def test_an_operand_that_we_do_not_know_is_refused():
     linear_attention.packed_state_space(*operands, dt_softplus=True, hf_patches_plan=plan, position_ids=x)
     with pytest.raises(ValueError, match="the state space got z, which a packed batch ignores"):
         linear_attention.packed_state_space(*operands, hf_patches_plan=plan, z=x)
+
+
+def test_states_are_refused():
+    plan = plan_batch(PackedSequence.from_sequences(random_sequences((3,), 61)), None, "auto")
+    x, gate = torch.randn(1, 3, 2, 4), -torch.rand(1, 3, 2)
+    for options in ({"output_final_state": True}, {"initial_state": torch.zeros(1, 2, 4, 4)}):
+        with pytest.raises(ValueError, match="starts from zero and keeps no state; pass no cache"):
+            linear_attention.packed_delta_rule(x, x, x, gate, -gate, hf_patches_plan=plan, **options)
+    for options in ({"return_final_states": True}, {"initial_states": torch.zeros(1, 2, 4, 4)}):
+        with pytest.raises(ValueError, match="starts from zero and keeps no state; pass no cache"):
+            linear_attention.packed_state_space(x, gate, gate[0, 0], x, x, hf_patches_plan=plan, **options)
+
+
+def test_an_npu_is_refused():
+    with pytest.raises(ValueError, match="npu=True has no operator for Qwen3_5GatedDeltaNet; leave it out"):
+        find_mixers(tiny_model(DENSE), npu=True)
 
 
 def test_tokens_that_mix_elsewhere_in_the_layer_are_found():

@@ -162,6 +162,7 @@ def run_ours(
     for sequence_parallel in (False, True):
         layer = build(config, placement=Placement(group, sequence_parallel))
         load_full_(layer, weights)
+        assert len(layer.conv1d.weight) == config.state_shape(size).channels  # also where ranks share a group
         leaf, d_out = (t.chunk(size)[rank] if sequence_parallel else t for t in (x, seed))
         leaf = leaf.clone().requires_grad_()
         out = layer(leaf, boundaries([*LENGTHS, PADDING]))

@@ -324,10 +324,13 @@ def test_layers_with_linear_attention_stand_between_layers_with_full_attention()
 
 def test_olmo_hybrid_has_norms_by_the_kind_of_layer_and_rotates_unless_its_base_is_null() -> None:
     hybrid = {**LLAMA, **HYBRID, "architectures": ["OlmoHybridForCausalLM"], "num_hidden_layers": 4}
+    hybrid["rms_norm_eps"] = 1e-3  # transformers' class has another epsilon behind the recurrence
     config = ModelConfig.from_hf(hybrid)
     layers = [config.layer(index) for index in range(4)]
     assert [layer.norm_placement for layer in layers] == ["pre", "pre", "pre", "post"]
     assert [layer.linear_attention is None for layer in layers] == [False, False, False, True]
+    few = ModelConfig.from_hf({**hybrid, "num_hidden_layers": 3})
+    assert [few.layer(index).linear_attention is None for index in range(3)] == [False, False, True]
     linear = layers[0].linear_attention
     assert (linear.negative_eigenvalues, linear.norm_eps, config.decoder.qk_norm) == (True, 1e-5, "full")
     bounded = ModelConfig.from_hf({**hybrid, "linear_allow_neg_eigval": False}).layer(0).linear_attention
@@ -357,6 +360,7 @@ def test_kimi_linear_reads_published_configs_as_transformers_does() -> None:
     linear = [config.layer(index).linear_attention for index in range(4)]
     assert linear == [KimiDeltaConfig(num_heads=2, head_dim=6, conv_kernel_size=3), None] * 2
     assert (config.ropes, config.moe[0], config.moe[1].shared_intermediate_size) == ((None,) * 4, None, 32)
+    assert config.moe[1].fp32_router
     unlisted = {name: value for name, value in section.items() if "layers" not in name}
     by_default = ModelConfig.from_hf({**published, "num_hidden_layers": 9, "linear_attn_config": unlisted})
     assert [index for index in range(9) if by_default.layer(index).linear_attention is None] == [4, 8]
