@@ -307,7 +307,11 @@ EXPERT_GRIDS = {
     "pp2-dp2-ep2": place(pp=2, dp=2, ep=2),
 }
 # Forms of recurrent layers.
-HYBRID_GRIDS = {"cp2-tp2-heads": place(cp=2, tp=2, heads=True)}
+HYBRID_GRIDS = {
+    "cp2-tp2-heads": place(cp=2, tp=2, heads=True),
+    "cp4": place(cp=4),
+    "cp4-ring": place(cp=4, ring=True),
+}
 HYBRIDS = ("qwen3-next", "olmo-hybrid", "kimi-linear", "granite-hybrid", "nemotron-h")
 PLACES = {**TENSOR_PARALLEL, **GRIDS, **EXPERT_GRIDS, **HYBRID_GRIDS}
 ACTORS = [name for name in MODELS if not name.endswith("-value")]
