@@ -184,3 +184,17 @@ def test_what_a_hybrid_model_cannot_do_is_refused(
 @pytest.mark.skipif(RELEASE >= (0, 18), reason="Megatron-Core 0.18 and newer have hybrid models")
 def test_an_older_core_says_which_version_is_needed(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(refuse_on, save(tmp_path), ParallelDims(), {}, "hybrid models need 0.18 or newer: pip install", world=1)
+
+
+def test_another_hybrid_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "num_experts": 0}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4}
+    config = transformers.Qwen3NextConfig(**sizes, linear_value_head_dim=4, full_attention_interval=2)
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(tmp_path / "actor")
+    message = (
+        "qwen3_next has layers that are no layers of Megatron-Core's HybridModel: each has a mixer and an MLP, .*par"
+    )
+    ranks.run(refuse_on, tmp_path, ParallelDims(), {}, message, world=1)

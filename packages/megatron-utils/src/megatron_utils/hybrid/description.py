@@ -38,8 +38,8 @@ def describe_hybrid(model: ModelConfig, tp: int) -> HybridDescription:
     mamba = next((fields["linear_attention"] for fields in model.own_fields if "linear_attention" in fields), None)
     if not all("mixer" in fields for fields in model.own_fields) or not isinstance(mamba, Mamba2Config):
         raise ValueError(
-            f"{model.family} has layers that are no layers of Megatron-Core's HybridModel, in which each layer is one "
-            "mixer, behind one norm; use backend='parallel', or nemotron_h"
+            f"{model.family} has layers that are no layers of Megatron-Core's HybridModel: each has a mixer and an "
+            "MLP, where HybridModel's is one of them, behind one norm; use backend='parallel', or nemotron_h"
         )
     limit = mamba.step_limit
     misfits = {

@@ -22,7 +22,7 @@ from megatron_utils.gpt import (
     require_multiples,
     save_memory,
 )
-from megatron_utils.hybrid import build_hybrid
+from megatron_utils.hybrid import build_hybrid, describe_hybrid
 from parallel_layers.linear import require_float8
 from parallel_models import Adapters, Grid, Role, model_config
 from parallel_models.engine import (
@@ -116,6 +116,7 @@ def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) 
         raise ValueError(f"backend='megatron' does not offer dtype={dtype}; use {', '.join(map(str, PRECISIONS))}")
     model = model_config(checkpoint)
     if model.has_linear_attention:
+        describe_hybrid(model, grid.dims.tp)
         _require_hybrid(model.family, options)
     else:
         require_expressible(model)
@@ -136,7 +137,7 @@ def _require_model(checkpoint: Checkpoint, grid: Grid, options: BackendOptions) 
 
 
 def _require_hybrid(family: str, options: BackendOptions) -> None:
-    """Raise ValueError for options that no `HybridModel` offers here; `build_hybrid` checks the model."""
+    """Raise ValueError for options that no `HybridModel` offers here."""
     requests = {
         "lora": options.lora is not None,
         "float8": options.float8 is not None,
