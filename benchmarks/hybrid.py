@@ -1,6 +1,7 @@
 """Layers of hybrid models beside transformers and vLLM: training steps, one long sequence, and drawing.
 
     python benchmarks/hybrid.py [--models NAME ...] [--measure steps long draw draw-vllm] [--rounds N] [--json FILE]
+    python benchmarks/hybrid.py --models nemotron_h --engines ours Megatron-Core    # steps of these alone
 
 Ten layers of Nemotron-H 8B (five of Mamba-2, one of attention, four MLPs) and four of Qwen3-Next 80B-A3B (three gated
 delta networks, one of attention, 512 experts each), with their vocabularies, bf16, random weights.
@@ -201,6 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS, help="Measure these.")
     parser.add_argument("--measure", nargs="+", default=["steps"], choices=[*STEPS, *DRAWS], help="Measure this.")
+    engines = [*STEPS["steps"]]
+    parser.add_argument("--engines", nargs="+", default=engines, choices=engines, help="Whose steps (default: all).")
     parser.add_argument("--rounds", type=int, default=5, help="Rounds that are counted.")
     parser.add_argument("--json", help="Write the figures to this file.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes.")
@@ -213,7 +216,8 @@ def main() -> None:
         for kind in args.measure:
             for pack, lengths in packs.get(kind, {}).items():
                 for engine, build in STEPS[kind].items():
-                    if engine == MEGATRON and name != "nemotron_h":  # the other one's layers are two mixers each
+                    # Qwen3-Next's layers are two mixers each, which Megatron-Core's are not.
+                    if engine not in args.engines or (engine == MEGATRON and name != "nemotron_h"):
                         continue
                     rows.append((name, pack, engine, *measure_step(build, config, lengths, rounds)))
                     print(*rows[-1], flush=True)
