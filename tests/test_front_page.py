@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 IMAGES = ROOT / "docs" / "images"
-# A number with at least two digits: 13.1, 709 632, 3001. Names of models and of versions hold others.
+# A number with at least two digits: 13.1, 709 632, 3011. Names of models and of versions hold others.
 NUMBER = re.compile(r"(?<![\w.])\d+(?: \d{3})*(?:\.\d+)?(?![\w.]*\d)(?!\w)")
 
 
