@@ -186,7 +186,7 @@ def test_an_older_core_says_which_version_is_needed(ranks: RankPool, tmp_path: P
     ranks.run(refuse_on, save(tmp_path), ParallelDims(), {}, "hybrid models need 0.18 or newer: pip install", world=1)
 
 
-def test_another_hybrid_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+def test_another_hybrid_is_refused_by_name(pool: RankPool, tmp_path: Path) -> None:
     import transformers
 
     sizes = {name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
@@ -197,4 +197,4 @@ def test_another_hybrid_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> N
     message = (
         "qwen3_next has layers that are no layers of Megatron-Core's HybridModel: each has a mixer and an MLP, .*par"
     )
-    ranks.run(refuse_on, tmp_path, ParallelDims(), {}, message, world=1)
+    pool.run(refuse_on, tmp_path, ParallelDims(), {}, message, world=1)
