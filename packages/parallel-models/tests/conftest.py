@@ -44,10 +44,14 @@ _MAMBA = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads"
 _MAMBA |= {"mamba_d_state": 6, "shared_intermediate_size": 48, "num_local_experts": 0, "pad_token_id": None}
 _NEMOTRON = {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4, "head_dim": 8}
 _NEMOTRON |= {"mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6, "pad_token_id": None}
+_KIMI = {"layer_types": _MAMBA["layer_types"], "mlp_layer_types": ["dense"] * 2, "q_lora_rank": None, "v_head_dim": 6}
+_KIMI |= {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "num_key_value_heads": 4}
+_KIMI |= {"linear_num_heads": 4, "linear_head_dim": 8, "pad_token_id": None}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", _DELTA_NET),
     "granitemoehybrid": ("GraniteMoeHybrid", _MAMBA),
     "nemotron_h": ("NemotronH", _NEMOTRON),
+    "kimi_linear": ("KimiLinear", _KIMI),
     "deep": ("NemotronH", _NEMOTRON | {"layers_block_type": [*_NEMOTRON["layers_block_type"], "linear_attention"]}),
 }
 
@@ -59,7 +63,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("models") / request.param
     prefix, linear = HYBRIDS[request.param]
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = getattr(transformers, f"{prefix}Config")(vocab_size=61, num_key_value_heads=2, **sizes, **linear)
+    config = getattr(transformers, f"{prefix}Config")(**{"vocab_size": 61, "num_key_value_heads": 2, **sizes, **linear})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -72,7 +72,7 @@ DRAWS = [
     ("qwen3_next", {"cache_gib": 4.2e-5}),
 ]
 DRAWS += [("nemotron_h", {"exact": True}), ("nemotron_h", {"cache_gib": 4.2e-5}), ("qwen3_next", {"exact": True})]
-DRAWS += [("granitemoehybrid", {}), ("granitemoehybrid", {"cache_gib": 4.2e-5})]
+DRAWS += [("granitemoehybrid", {}), ("granitemoehybrid", {"cache_gib": 4.2e-5}), ("kimi_linear", {})]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,10 @@ def draw_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> list[R
 # In every run one grid; a stage has linear attention alone, the other one attention alone.
 GRIDS = [("qwen3_next", ParallelDims(pp=2)), ("granitemoehybrid", ParallelDims(tp=2))]
 GRIDS += [("nemotron_h", ParallelDims(pp=2)), ("qwen3_next", ParallelDims(tp=2)), ("nemotron_h", ParallelDims(tp=2))]
+GRIDS += [("kimi_linear", ParallelDims(pp=2)), ("kimi_linear", ParallelDims(tp=2))]
 GRIDS += [
     (model, dims)
-    for model in ("qwen3_next", "granitemoehybrid", "nemotron_h")
+    for model in ("qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear")
     for dims in (ParallelDims(cp=2), ParallelDims(tp=2, pp=2), ParallelDims(cp=2, pp=2))
 ]
 

@@ -20,9 +20,11 @@ from parallel_models.training import TrainedModel, require_fit
 
 TEXTS = [torch.tensor([1, 5, 7, 9, 11]), torch.tensor([3, 4, 2])]
 # Tensors of the first layer that stay fp32, by the families in `conftest.py`.
+_DELTA = ("A_log", "dt_bias", *(f"{name}_conv1d.weight" for name in "qkv"))
 _SPACE = ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias")
 WIDE = {
     "qwen3_next": {f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias", "conv1d.weight")},
+    "kimi_linear": {f"model.layers.0.self_attn.{name}" for name in _DELTA},
     "granitemoehybrid": {f"model.layers.0.mamba.{name}" for name in _SPACE},
     "nemotron_h": {f"backbone.layers.0.mixer.{name}" for name in _SPACE},
 }
@@ -73,7 +75,10 @@ def go_on(group: ProcessGroup, out: Path) -> None:
 # Granite's and Nemotron-H's states are of one kind.
 @pytest.mark.parametrize(
     "hybrid",
-    ["qwen3_next", "nemotron_h", pytest.param("granitemoehybrid", marks=pytest.mark.slow)],
+    [
+        *("qwen3_next", "nemotron_h"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "kimi_linear")),
+    ],
     indirect=True,
 )
 def test_it_learns_and_resumes_on_grids_as_on_one_rank(ranks: RankPool, hybrid: Path, tmp_path: Path) -> None:
