@@ -60,6 +60,19 @@ def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory, request: p
     return folder
 
 
+@pytest.fixture
+def hybrid(model: Path, tmp_path: Path) -> Path:
+    """The model with a chat template and the config of a hybrid, which its weights are not."""
+    folder = Path(shutil.copytree(model, tmp_path / "hybrid"))
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 0, "head_dim": 8}
+    config |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4}
+    config |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with sizes that are multiples of 128, as vLLM's FP8 needs them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -15,27 +14,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ckpt import Checkpoint, layout_for, load_hf, save_hf
+from ckpt import layout_for, load_hf, save_hf
 from parallel_layers.inference import PagedKVCache
 from parallel_models import CacheOptions, SamplingOptions
 from rl_models import Actor
 from rl_train.cli.commands import app
 from rl_train.data.codec import end_of_text
 from rl_train.data.prompts import Prompt
-from rl_train.loop.checked_models import check_reference
 from rl_train.loop.checked_run import check_run
 from rl_train.loop.folder import check_folder, write_options
 from rl_train.loop.run import _in_process
-from rl_train.options.derived import cache_options
 from rl_train.options.options import TrainOptions
 
-HYBRID = {
-    **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 0, "head_dim": 8},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    "linear_conv_kernel_dim": 4,
-}
 
-
+@pytest.mark.usefixtures("hybrid")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -108,8 +100,6 @@ def test_what_cannot_run_is_refused_before_it_starts(
     shutil.copytree(model, "with-no-heads")
     config = json.loads(Path("with-no-heads/config.json").read_text())
     Path("with-no-heads/config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    shutil.copytree(model, "hybrid")
-    Path("hybrid/config.json").write_text(json.dumps(config | HYBRID))
     monkeypatch.setattr("rl_train.loop.checked_run.find_spec", lambda name: None)
     tokenizer = Path(shutil.copytree(model, "with-other-tokens")) / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"a":', '"A":'))
@@ -118,19 +108,6 @@ def test_what_cannot_run_is_refused_before_it_starts(
     given: dict[str, Any] = {"model": model, "prompts": prompts, "reward": "rewards:alphabet", "device": "cpu"}
     with pytest.raises(ValueError, match=message):
         check_run(TrainOptions(**given | options))
-
-
-def test_recurrent_models_score_on_every_backend_and_judge_on_the_native_one(
-    model: Path, prompts: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "hybrid"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | HYBRID))
-    options = TrainOptions(model=model, prompts=prompts, reward="exact-match", device="cpu", backend="transformers")
-    check = partial(check_reference, options, Checkpoint(folder), options.grid, 8)
-    check()
-    with pytest.raises(ValueError, match=f"keeps no states of the recurrent layers of {folder}"):
-        check(cache_options(options, 8, 0))
 
 
 @pytest.mark.usefixtures("folder_of_rewards")

@@ -120,7 +120,7 @@ def test_replies_are_drawn_with_the_seed_of_the_run_or_of_the_rubric(judge: Path
 
 
 def test_judges_that_a_run_does_not_have_are_refused(
-    model: Path, chat_model: Path, judge: Path, rubric: Callable[..., Path], tmp_path: Path
+    model: Path, chat_model: Path, hybrid: Path, judge: Path, rubric: Callable[..., Path], tmp_path: Path
 ) -> None:
     check_judges(options(model, rubric("a.yaml", judge)))
     check_judges(options(chat_model, rubric("a.yaml", "reference"), **{"objective.kl_coefficient": 0.1}))
@@ -142,6 +142,10 @@ def test_judges_that_a_run_does_not_have_are_refused(
             check_judges(options(chat_model, rubric("a.yaml", name, **changes)))
     with pytest.raises(ValueError, match="num_attention_heads=4 is not divisible by tp=3"):
         check_judges(options(chat_model, rubric("a.yaml", judge), dims="tp=3"))
+    for policy, name in ((chat_model, hybrid), (hybrid, "reference")):
+        changes = {"objective.kl_coefficient": 0.1, "backend": "transformers"}
+        with pytest.raises(ValueError, match=f"keeps no states of the recurrent layers of {hybrid}"):
+            check_judges(options(policy, rubric("a.yaml", name), **changes))
 
 
 def test_an_evaluation_has_judges_and_its_questions_a_limit(

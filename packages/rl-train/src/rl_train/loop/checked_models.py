@@ -82,13 +82,8 @@ def check_model(
 def check_reference(
     options: RunOptions, checkpoint: Checkpoint, dims: ParallelDims, longest: int, cache: CacheOptions | None = None
 ) -> None:
-    """Refuse a reference, teacher or judge, as `check_model` does; it has no adapters and does not learn.
-
-    With a `cache` the model draws.
-    """
+    """Refuse a reference, teacher or judge, as `check_model` does; it has no adapters and does not learn."""
     require_length(longest, longest_sequence(checkpoint))
-    if cache is not None:
-        require_states(options.backend, checkpoint)
     if options.backend == "parallel":
         engine = replace(engine_options(options, dims), lora=None, base_format=None)
         check_native_model(checkpoint, Actor.role, dims, engine, options.max_tokens, cache)

@@ -12,7 +12,7 @@ from parallel_models import SamplingOptions
 from rl_models import Actor, Policy
 from rl_train.data.codec import TextCodec, end_of_text
 from rl_train.data.prompts import vocabulary_size
-from rl_train.loop.checked_models import check_reference
+from rl_train.loop.checked_models import check_reference, require_states
 from rl_train.loop.recipe_run import ModelMaker
 from rl_train.options.derived import cache_options
 from rl_train.options.options import TrainOptions
@@ -97,6 +97,7 @@ def _check(rubric: Rubric, options: TrainOptions) -> None:
             f"max_tokens={sampling.max_new_tokens} of a reply must be less than {longest}, the smaller one of "
             f"--max-tokens and the positions of {folder}"
         )
+    require_states(options.backend, Checkpoint(folder))
     if rubric.model != REFERENCE:
         cache = replace(cache_options(options, longest, 0), drafts=0)
         check_reference(options, Checkpoint(folder), options.grid, longest, cache)
