@@ -28,6 +28,7 @@ from rl_train.cluster.addresses import listen_on
 from rl_train.engines import EngineOnRanks, EnginePool, process, processes
 from rl_train.engines.in_flight import InFlightPool
 from rl_train.engines.interface import Request, Response, WeightsLostError
+from rl_train.engines.process import device_groups
 from rl_train.processes.errors import ProcessLost
 from rl_train.processes.host import Call
 from rl_train.weight_sync import sender
@@ -373,6 +374,32 @@ def test_an_engine_on_a_gpu_has_few_threads(
     engine._launch()
     assert variables["CUDA_VISIBLE_DEVICES"] == device
     assert variables.get("OMP_NUM_THREADS") == threads
+
+
+def test_an_engine_without_its_gpus_does_not_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong id would run it there, and slowly."""
+    for seen, devices, refused in ((1, "0", False), (0, "", False), (0, "99", True), (1, "0,99", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        monkeypatch.setattr(torch.cuda, "device_count", partial(int, seen))
+        calls = ScriptedCalls(("start", Stub))
+        process.EngineServer(calls).serve()  # type: ignore[arg-type]
+        ((_, answer),) = calls.answers
+        assert (answer is not None) == refused
+        if refused:
+            assert str(answer) == (
+                f"an engine gets the GPUs {devices}, and torch finds {seen} of them; give ids of GPUs of this "
+                "machine, each once, or cpu"
+            )
+
+
+def test_an_engine_has_gpus_or_cpus() -> None:
+    dims = ParallelDims(tp=2)
+    assert device_groups(["4", "5", "7", "6"], dims) == ["4,5", "7,6"]
+    assert device_groups(["", ""], dims) == [""]
+    assert device_groups(["4", "", "4"], ParallelDims()) == ["4", "", "4"], "two engines may share a GPU"
+    for devices, named in ((["4", ""], "4,cpu"), (["4", "5", "6", "6"], "6,6")):
+        with pytest.raises(ValueError, match=f"the devices {named} of an engine of .*tp=2.* must be 2 GPUs, each once"):
+            device_groups(devices, dims)
 
 
 def test_an_engine_that_does_not_start_is_named() -> None:

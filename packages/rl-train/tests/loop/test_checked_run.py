@@ -51,6 +51,14 @@ from rl_train.options.options import TrainOptions
             "a sequence of 258 tokens takes 5 blocks .* and 0 fit into .* give more memory by cache_gib",
         ),
         (
+            {"rollouts.devices": "cpu,cpu,cpu", "rollouts.dims": "tp=3"},
+            "^the engines of rollouts.devices=cpu,cpu,cpu, rollouts.dims=tp=3: num_attention_heads=4 is not divisible",
+        ),
+        (
+            {"rollouts.devices": "cpu", "rollouts.drafts": 1},
+            "^the engines of rollouts.devices=cpu, rollouts.dims=tp=1: drafts=1 needs multi-token-prediction layers",
+        ),
+        (
             {"engine.router_losses.balance": 0.1},
             r"router_losses=.*balance=0.1.* is for a mixture of experts, which llama is not",
         ),

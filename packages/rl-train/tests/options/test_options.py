@@ -118,7 +118,8 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
             "keep_sampling_mask with rollouts.engine=vllm needs sampling.top_k",
         ),
         ({"steps": 0, "top_p": 2.0}, "sampling: top_p=2.0 must lie in .*; the command line: steps=0 must be"),
-        ({"dims": "tq=2"}, "cannot read 'tq=2'"),
+        ({"dims": "tq=2"}, "dims='tq=2' is no grid: cannot read 'tq=2'"),
+        ({"rollouts.dims": "ep=2"}, "rollouts.dims='ep=2' is no grid: ep=2 does not divide .*; use ep in {1}"),
         ({"stop_ids": "a"}, "stop_ids='a' must be numbers"),
         ({"critic": Path("c")}, "critic.model=c needs an algorithm with a critic"),
         ({"schedule": "wsd"}, "schedule 'wsd' needs decay_steps"),
@@ -480,6 +481,10 @@ def test_schedules_count_steps_of_the_run() -> None:
         ),
         ({"rollouts.drafts": 2, "rollouts": "vllm"}, "rollouts.drafts=2 needs rollouts.engine=native with backend="),
         ({"rollouts.experts": "gather"}, "rollouts.experts=gather needs ranks that divide experts, such as dims=dp=2"),
+        (
+            {"rollouts.experts": "gather", "rollouts.devices": "4"},
+            "rollouts.experts=gather needs ranks that divide experts, such as rollouts.dims=tp=2,ep=2; give that",
+        ),
         (
             {
                 **{"rollouts.devices": "4,5", "rollouts.dims": "tp=2,ep=2", "rollouts.experts": "gather"},

@@ -19,7 +19,7 @@ from traceback import clear_frames
 from typing import Any, cast
 
 from parallel_layers import ParallelDims
-from parallel_layers.device import VISIBLE_DEVICES
+from parallel_layers.device import VISIBLE_DEVICES, gpu
 from rl_train.engines.interface import (
     EngineEnded,
     LocalEngine,
@@ -76,7 +76,12 @@ def device_groups(devices: Sequence[str], dims: ParallelDims) -> list[str]:
     size = dims.world_size
     if not devices or len(devices) % size:
         raise ValueError(f"{len(devices)} devices are no multiple of the {size} ranks of {dims}; give more, or fewer")
-    return [",".join(filter(None, devices[start : start + size])) for start in range(0, len(devices), size)]
+    groups = [devices[start : start + size] for start in range(0, len(devices), size)]
+    for group in groups:
+        if any(group) and len(set(filter(None, group))) < size:
+            named = ",".join(device or "cpu" for device in group)
+            raise ValueError(f"the devices {named} of an engine of {dims} must be {size} GPUs, each once, or cpu alone")
+    return [",".join(filter(None, group)) for group in groups]
 
 
 def engine_process(
@@ -156,6 +161,7 @@ class EngineServer:
     def _result(self) -> Any:
         match self._call.method:
             case "start":
+                _require_gpus()
                 self._engine = self._call.arguments()[0]()
                 early, self._early = self._early or [], None
                 for call in early:
@@ -200,6 +206,16 @@ class EngineServer:
             cast(WorkerEngine, self._engine).receive(messages)
             return
         load_into(self._engine, self._receiver, messages[0])
+
+
+def _require_gpus() -> None:
+    """Raise ValueError unless torch sees each GPU that the caller has named, without which the engine took the CPU."""
+    ids = list(filter(None, os.environ.get(VISIBLE_DEVICES, "").split(",")))
+    if ids and (count := gpu.device_count()) < len(ids):
+        raise ValueError(
+            f"an engine gets the GPUs {','.join(ids)}, and torch finds {count} of them; give ids of GPUs of this "
+            "machine, each once, or cpu"
+        )
 
 
 def load_into(engine: LocalEngine, receiver: WeightReceiver, message: WeightMessage) -> None:

@@ -12,7 +12,7 @@ import torch
 from ckpt import Checkpoint
 from parallel_layers import ParallelDims
 from parallel_layers.rotary import require_length
-from parallel_models import CacheOptions, Role, model_config
+from parallel_models import CacheOptions, EngineOptions, Role, model_config
 from parallel_models.engine import longest_sequence, stored_dtype
 from rl_models import Actor, Grid
 from rl_models.backends import BackendOptions, offered, require_optimizer, require_options, row_of
@@ -102,6 +102,20 @@ def require_states(backend: str, checkpoint: Checkpoint) -> None:
             f"backend={backend} keeps no states of the recurrent layers of {checkpoint} from token to token, so it "
             "cannot draw; leave backend out, or give rollouts=vllm"
         )
+
+
+def check_engines(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> None:
+    """Refuse native engines on separate devices, whose ranks would refuse their grid, their drafts or their cache."""
+    rollouts = options.rollouts
+    if rollouts.engine != "native" or rollouts.devices is None:
+        return
+    dims, engine = ParallelDims.parse(rollouts.dims), EngineOptions(dtype=options.engine.dtype)
+    try:
+        cache = replace(cache, drafts=rollouts.drafts)
+        check_native_model(policy, Actor.role, dims, engine, options.max_tokens, cache)
+    except ValueError as error:
+        where = f"rollouts.devices={rollouts.devices}, rollouts.dims={rollouts.dims or 'tp=1'}"
+        raise ValueError(f"the engines of {where}: {error}") from None
 
 
 def check_teacher(options: TrainOptions, longest: int) -> None:

@@ -29,6 +29,7 @@ from rl_train.engines.vllm_server import server_facts
 from rl_train.environments.pool import Environments
 from rl_train.gateway.server import require_gateway
 from rl_train.loop.checked_models import (
+    check_engines,
     check_model,
     check_reference,
     check_teacher,
@@ -342,6 +343,7 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
             replay = "router_replay" if options.objective.router_replay else "rollouts.routing"
             if replays and not any(model_config(checkpoint).moe):
                 raise ValueError(f"{replay}=True is for a mixture of experts, which {checkpoint} is not; leave it out")
+    check_engines(options, policy, cache)
     return cache_bytes
 
 

@@ -90,7 +90,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
     yield "rollouts.float8_cache rollouts.drafts rollouts.experts", by_parallel, needed
     divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
-    yield "rollouts.experts", divided, "ranks that divide experts, such as dims=dp=2,ep=2"
+    needed = f"ranks that divide experts, such as {'rollouts.dims=tp=2,ep=2' if apart else 'dims=dp=2,ep=2'}"
+    yield "rollouts.experts", divided, needed
     needed = "rollouts.engine=native or vllm with rollouts.devices"
     yield "rollouts.dims", separate and ready, needed
     yield "rollouts.changed_weights", apart, "rollouts.engine=native with rollouts.devices"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, Folder, NotNegative, Number, Repeats, Sources, Text, text_of_numbers
+from rl_train.options.fields import Count, Dims, Folder, NotNegative, Number, Repeats, Sources, Text, text_of_numbers
 from rl_train.options.groups import DrawingEngine, PromptOptions, RewardProcesses
 from rl_train.options.nested import Nested, Options
 from rl_train.options.options import TrainOptions
@@ -42,7 +42,7 @@ class GenerateOptions(Options):
     """Token ids that end a response, such as 2,7 (default: the model's end-of-text ids)."""
     seed: int = 0
     """Seed of the sampling."""
-    dims: Text = ""
+    dims: Dims = ""
     """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
     backend: Text = "parallel"
     """Backend of the model: parallel, transformers or megatron."""

@@ -134,6 +134,20 @@ def text_of_devices(text: str) -> str:
     return text
 
 
+def text_of_grid(text: str) -> str:
+    """Return a text of a grid's sizes as it is; ValueError for another text."""
+    from parallel_layers import ParallelDims  # imports torch, and `--help` does not
+
+    try:
+        ParallelDims.parse(text)
+    except ValueError as error:
+        raise ValueError(f"is no grid: {error}") from None
+    return text
+
+
+Dims = Annotated[Text, AfterValidator(text_of_grid)]
+
+
 def device_ids(text: str | None) -> list[str] | None:
     """Return the ids of devices as in CUDA_VISIBLE_DEVICES, "" for a CPU, of a text such as "4,5" or "cpu"."""
     return None if text is None else [device.strip().replace("cpu", "") for device in text.split(",")]

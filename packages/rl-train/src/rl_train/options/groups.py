@@ -12,6 +12,7 @@ from rl_train.options.fields import (
     CONFIG,
     Count,
     CountOrZero,
+    Dims,
     Folder,
     Fraction,
     Free,
@@ -130,7 +131,7 @@ class CriticOptions(BaseModel):
 
     model: Folder | None = None
     """Checkpoint folder of the critic of ppo (default: the policy's folder)."""
-    dims: Free[Text | None] = None
+    dims: Free[Dims | None] = None
     """Grid of the critic, with as many ranks as the policy's grid (default: the policy's grid)."""
     share_backbone: bool = False
     """Make the critic a head on the policy's layers and train both with one loss (not with backend megatron)."""
@@ -168,7 +169,7 @@ class DrawingEngine(CacheLimits):
     """Share of a device's memory that vLLM takes while it generates (CPU: see VLLM_CPU_KVCACHE_SPACE)."""
     devices: Free[DeviceIds | None] = None
     """Separate devices of engines, such as 4,5, or cpu; with --ray their number (default: the policy's devices)."""
-    dims: Free[Text] = ""
+    dims: Free[Dims] = ""
     """Grid of each engine on --rollouts.devices, such as tp=2, or tp=2,ep=2 for experts (default: one device)."""
     quantization: Free[Literal["fp8"] | None] = None
     """fp8: draw with weights in FP8, vLLM's by blocks of 128 x 128, the native engine's by rows (default: --dtype)."""
@@ -265,7 +266,7 @@ class TeacherOptions(BaseModel):
     """Engine of the teacher: native or vllm on --teacher.devices, or http://HOST:PORT (default: the policy's ranks)."""
     devices: Free[DeviceIds | None] = None
     """Devices of the teacher's engines, such as 4,5, or cpu."""
-    dims: Free[Text] = ""
+    dims: Free[Dims] = ""
     """Grid of each engine of vLLM on --teacher.devices, such as tp=2 (default: one device)."""
     top_k: Count = 20
     """Number of the teacher's likeliest tokens that an engine returns for --objective.divergence."""

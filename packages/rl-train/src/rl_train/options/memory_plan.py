@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from parallel_models import EngineOptions, OptimizerOptions
-from rl_train.options.fields import Count, CountOrZero, Folder, Number, Positive, Text
+from rl_train.options.fields import Count, CountOrZero, Dims, Folder, Number, Positive
 from rl_train.options.groups import CacheLimits
 from rl_train.options.nested import Nested, Options
 from rl_train.options.run_options import STEP_OF_OPTIMIZER
@@ -20,7 +20,7 @@ class PlanOptions(Options):
     """Checkpoint folder, of which config.json is enough, or name on a hub."""
     tokens: Count = 16384
     """Number of tokens in a micro-batch (one forward pass)."""
-    dims: Text = ""
+    dims: Dims = ""
     """Grid: dp, tp, pp, cp, ep, replicate, such as tp=2 (default: the fastest for --gpu-gib, else dp=N by --ranks)."""
     critic: bool = False
     """Add a critic of the same size."""

@@ -15,6 +15,7 @@ from rl_train.options.algorithms import ALGORITHMS, Algorithm
 from rl_train.options.fields import (
     Count,
     CountOrZero,
+    Dims,
     Folder,
     Free,
     Repeats,
@@ -74,7 +75,7 @@ class TrainOptions(RunOptions):
     """Algorithm: ppo, grpo, rloo, reinforce++, dr-grpo, cispo, sapo, gspo, dapo or on-policy-distillation."""
     reference: Folder | None = None
     """Checkpoint folder of the reference of the KL penalty (default: the policy's folder), or of the teacher."""
-    reference_dims: Free[Text | None] = None
+    reference_dims: Free[Dims | None] = None
     """Grid of the reference or teacher, with as many ranks as the policy's grid (default: the policy's grid)."""
     prompts_per_step: Count = 64
     """Number of prompts in a step."""

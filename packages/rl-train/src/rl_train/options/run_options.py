@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from parallel_layers.model import LoraOptions
 from parallel_models import OptimizerOptions
 from rl_models.backends import BackendOptions
-from rl_train.options.fields import Count, CountOrZero, Folder, Free, Out, Repeats, Text, text_of_numbers
+from rl_train.options.fields import Count, CountOrZero, Dims, Folder, Free, Out, Repeats, Text, text_of_numbers
 from rl_train.options.nested import Nested, Options
 
 # `rl-train --help` imports this file, so the properties below import torch only when they are called.
@@ -52,7 +52,7 @@ class RunOptions(Options):
     seed: int = 0
     """Seed of the order of the prompts and of sampling."""
 
-    dims: Free[Text] = ""
+    dims: Free[Dims] = ""
     """Grid of ranks: sizes of dp, tp, pp, cp, ep, replicate, such as dp=2,tp=2 (default: one rank)."""
     backend: Free[Text] = "parallel"
     """Backend of the models: parallel, transformers or megatron."""
