@@ -7,6 +7,7 @@ import signal
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from rl_models.losses import LossTerms
 from rl_train.cli.commands import app
 from rl_train.engines import EnginePool, Native, SeparateEngine, processes
 from rl_train.engines.interface import Request, WeightsLostError
-from rl_train.engines.native_ranks import NativeRanks
+from rl_train.engines.native_ranks import NativeRanks, _results
+from rl_train.weight_sync.transport import BucketMissed
 
 from ..loop.test_train import arguments, lines
 
@@ -52,6 +54,19 @@ def test_it_draws_what_the_actor_draws_with_its_first_and_its_new_weights(model:
         assert [answer[0].tokens for answer in answers] == rows_of(expected)
         scored = expected["log_probs"][expected.mask]
         torch.testing.assert_close(torch.tensor([answer[0].log_probs for answer in answers]).flatten(), scored)
+
+
+def test_log_probs_have_the_bits_of_an_invariant_actor(model: Path) -> None:
+    """In bf16, where others differ by rounding."""
+    how: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "tp_invariant": True}
+    actor = Actor.from_pretrained(model, **how)
+    answers = Native(model, **how).begin(REQUESTS, SamplingOptions(max_new_tokens=9, n=2))()
+    rows = [
+        (request.prompt, response) for request, answer in zip(REQUESTS, answers, strict=True) for response in answer
+    ]
+    batch = Batch.from_sequences([prompt + response.tokens for prompt, response in rows], response_lengths=[9] * 12)
+    drawn = torch.tensor([response.log_probs for _, response in rows]).flatten()
+    assert torch.equal(actor.log_probs(batch).log_probs[batch.mask], drawn)
 
 
 def test_a_response_depends_on_its_own_seed_alone(model: Path) -> None:
@@ -207,6 +222,20 @@ def test_an_engine_that_does_not_start_names_the_reason_and_leaves_no_rank(tmp_p
     assert set(descendants(os.getpid())) <= set(before)
 
 
+def test_the_rank_with_a_cause_is_named() -> None:
+    """The others miss its buckets."""
+
+    def late() -> None:
+        raise BucketMissed("late")
+
+    errors = None, ValueError("w is too long")
+    calls: list[Any] = [SimpleNamespace(exception=lambda *_, error=error: error) for error in errors]
+    with pytest.raises(ValueError, match="w is too long"):
+        _results(calls, late)
+    with pytest.raises(BucketMissed, match="late"):
+        _results([SimpleNamespace(exception=lambda *_: None)], late)  # type: ignore[list-item]
+
+
 def test_a_grid_of_several_models_is_refused(model: Path) -> None:
     with pytest.raises(ValueError, match="one model on tp, pp and ep"):
         NativeRanks(model, dims=ParallelDims(dp=2))
@@ -215,17 +244,24 @@ def test_a_grid_of_several_models_is_refused(model: Path) -> None:
 @pytest.mark.usefixtures("folder_of_rewards")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"staleness": 1}, {"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2"}],
+    [
+        {},
+        {"staleness": 1},
+        {"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2"},
+        {"dtype": "bfloat16"},  # with --engine.tp-invariant
+    ],
     ids=str,
 )
 @pytest.mark.slow  # `test_in_flight` has a run whose engine is apart
 def test_a_run_learns_from_what_it_draws(model: Path, prompts: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     given = {"algorithm": "grpo", "steps": 3, "samples": 2, "rollouts.devices": "cpu", **options}
-    result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **given), "--json"])
+    flags = ["--json", *["--engine.tp-invariant"] * ("dtype" in options)]
+    result = CliRunner().invoke(app, [*arguments(model, prompts, tmp_path / "run", **given), *flags])
     assert result.exit_code == 0, result.output
     records = [record for record in lines(tmp_path / "run") if "reward" in record]
     assert [record["step"] for record in records] == [1, 2, 3]
     difference = [record["rollout_difference"] for record in records]
     # Drawn with weights that are a step old, log-probs differ.
     assert all(value < 1e-5 for value in (difference[:1] if "staleness" in options else difference))
+    assert "dtype" not in options or difference == [0.0] * 3
     assert [record.get("staleness", 0) for record in records] == ([0, 1, 1] if "staleness" in options else [0, 0, 0])

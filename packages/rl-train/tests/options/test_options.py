@@ -479,6 +479,10 @@ def test_schedules_count_steps_of_the_run() -> None:
             {"rollouts.float8_cache": True, "rollouts": "vllm"},
             "rollouts.float8_cache=True needs rollouts.engine=native",
         ),
+        (
+            {"rollouts.float8_cache": True, "engine.tp_invariant": True, "rollouts.devices": "4"},
+            "rollouts.float8_cache=True needs engine.tp_invariant=False: FP8 rounds otherwise; give that, or leave",
+        ),
         ({"rollouts.drafts": 2, "rollouts": "vllm"}, "rollouts.drafts=2 needs rollouts.engine=native with backend="),
         ({"rollouts.experts": "gather"}, "rollouts.experts=gather needs ranks that divide experts, such as dims=dp=2"),
         (

@@ -71,6 +71,7 @@ class Native:
         max_tokens: Maximum number of prompt tokens in one forward pass.
         max_length: The number of tokens of a sequence that the cache of `step` is made for (default: of the first
             request). A longer request waits until the others are complete.
+        tp_invariant: Compute log-probs with the bits of an actor with `tp_invariant`.
         stale_cache: What `load` does between two steps with the keys and values of older weights: keep, or recompute.
         dims: The grid, over the default process group (default: one rank).
         **options: The options of `GenerationOptions` beside those of the draws.
@@ -87,12 +88,13 @@ class Native:
         device: torch.device | str | None = None,
         max_tokens: int = 16384,
         max_length: int = 0,
+        tp_invariant: bool = False,
         stale_cache: Literal["keep", "recompute"] = "keep",
         dims: ParallelDims = ParallelDims(),  # noqa: B008
         **options: Any,
     ) -> None:
         grid = Grid.build(dims, device=device)
-        self._engine = load_engine(model, "causal_lm", grid, EngineOptions(dtype=dtype))
+        self._engine = load_engine(model, "causal_lm", grid, EngineOptions(dtype=dtype, tp_invariant=tp_invariant))
         self._model = TrainedModel(self._engine, None)
         self._max_tokens, self._options = max_tokens, options
         self._drafts = GenerationOptions(max_new_tokens=1, **options).drafts

@@ -200,7 +200,7 @@ def _engine_options(checked_run: CheckedRun) -> dict[str, Any]:
     options, rollouts, longest = checked_run.options, checked_run.options.rollouts, checked_run.longest
     if rollouts.engine != "vllm":
         further = {"dtype": options.engine.dtype, "max_length": longest, "stale_cache": rollouts.stale_cache}
-        return _native_options(options) | further
+        return _native_options(options) | further | {"tp_invariant": options.engine.tp_invariant}
     return {
         "memory": rollouts.memory,
         "dtype": plain(options.engine.dtype),

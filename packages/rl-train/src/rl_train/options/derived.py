@@ -89,6 +89,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
     needed = "rollouts.engine=native with backend=parallel"
     yield "rollouts.quantization", by_parallel or engine == "vllm", f"rollouts.engine=vllm, or {needed}"
     yield "rollouts.float8_cache rollouts.drafts rollouts.experts", by_parallel, needed
+    rounds = engine != "native" or not options.engine.tp_invariant
+    yield "rollouts.quantization rollouts.float8_cache", rounds, "engine.tp_invariant=False: FP8 rounds otherwise"
     divided = (ParallelDims.parse(options.rollouts.dims) if apart else options.grid).ep > 1
     needed = f"ranks that divide experts, such as {'rollouts.dims=tp=2,ep=2' if apart else 'dims=dp=2,ep=2'}"
     yield "rollouts.experts", divided, needed
