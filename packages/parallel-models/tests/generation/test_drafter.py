@@ -26,7 +26,7 @@ from transformers import (
 from parallel_layers import PackedSequence, ParallelDims
 from parallel_layers.testing import RankPool
 from parallel_models import EngineOptions, GenerationOptions, Grid, MicroBatch, load_engine
-from parallel_models.generation import Prompt, Responses, draw_responses, end_sessions
+from parallel_models.generation import Prompt, Responses, ResponseStream, draw_responses, end_sessions
 from parallel_models.generation.drafter import Drafter
 from parallel_models.model.language_models import CausalLM
 from parallel_models.model.multi_token_prediction import Predictions
@@ -179,6 +179,16 @@ def test_drafts_that_are_always_right_all_stay(folder: Callable[..., Path], name
     drawn = draw(load(folder(name)), drafts=drafts)
     assert drawn.lengths == [NEW] * 8
     assert set(drawn.steps) <= {-(-NEW // (drafts + 1)), 1 + -(-(NEW - 1) // (drafts + 1))}
+
+
+def test_a_stream_draws_with_drafts(folder: Callable[..., Path]) -> None:
+    options = GenerationOptions(max_new_tokens=NEW, max_sequences=2, drafts=3)
+    stream = ResponseStream(load(folder("glm-echo")), options, 64, 64, version=0)
+    stream.add(0, PROMPTS[0], torch.rand(2, NEW), NEW)
+    (begun, ((_, responses),)) = stream.step()
+    assert begun == [0]
+    assert all(len(response.tokens) == NEW and response.steps <= 1 + NEW // 3 for response in responses)
+    stream.close()
 
 
 @pytest.mark.parametrize(("name", "checked"), [("glm", 3), pytest.param("deepseek", 1, marks=pytest.mark.slow)])

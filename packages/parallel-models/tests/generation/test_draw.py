@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from parallel_layers import ParallelDims
 from parallel_layers.model import LoraOptions
 from parallel_layers.testing import RankPool
 from parallel_models import CacheOptions, EngineOptions, Grid, load_engine
-from parallel_models.generation import ResponseStream, draw, experts as gathering
+from parallel_models.generation import ResponseStream, continuous_batching, decoding, draw, experts as gathering
 from parallel_models.generation.continuous_batching import Responses
 from parallel_models.generation.options import GenerationOptions
 from parallel_models.generation.session import GenerationSession
@@ -61,6 +62,7 @@ def draw_all(engine: ParallelEngine, experts: str) -> tuple[Responses, int]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("__call__", "step_chunk"):
             patch.setattr(DecodingForward, name, counted(name, passes))
+        patch.setattr(continuous_batching, "_FEWEST_SLOTS", 1)  # the ranks have other numbers of responses at work
         return draw.draw_responses(engine, prompts, GenerationOptions(12, **options), 99), len(passes)
 
 
@@ -213,11 +215,46 @@ def choose(group: ProcessGroup, path: Path) -> list[bool]:
     chosen(cache + others - 1)
     chosen(0, experts="gather")
     chosen(2**40, experts="exchange")
+    # A step with drafts has their tokens, too; experts in FP8 have other bytes and times.
+    how, new_cache = list[Any](), partial(engine.model.new_cache, float8=False, drafts=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "free_memory", lambda device: 2**40)
+        patch.setattr(gathering, "bytes_to_gather", lambda mixtures, *, float8=False: how.append(float8) or 0)
+        patch.setattr(gathering, "saves_time", lambda mixture, *tokens, **float8: how.append((*tokens, float8)))
+        options = CacheOptions(5, 60, drafts=2, float8=True)
+        results.append(gathering.gathers_experts(engine.model, engine.grid, options, new_cache))
+    assert how == [True, (15, {"float8": True})]
     return results
 
 
 def test_experts_are_gathered_where_they_fit_on_all_ranks(ranks: RankPool, mixture: Path) -> None:
-    assert ranks.run(choose, mixture, world=2) == [[True, False, True, False]] * 2
+    assert ranks.run(choose, mixture, world=2) == [[True, False, True, False, False]] * 2
+
+
+def blocks_beside(group: ProcessGroup, path: Path, dims: ParallelDims, fewer: int, more: int) -> int | str:
+    """Return the blocks of a cache where the second rank has memory for fewer, or the error."""
+    engine, options = load(path, dims), CacheOptions(2, 600, experts="exchange")
+    with engine.decoding(options) as entered:
+        block = entered.caches[0].block_bytes
+    memory = (1 + (fewer if group.rank() else more)) * block  # and one of padding
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "free_memory", lambda device: memory)
+        try:
+            with engine.decoding(options) as entered:
+                return entered.caches[0].num_blocks
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(tp=2), ParallelDims(pp=2), ParallelDims(dp=2, ep=2)], ids=str)
+def test_ranks_of_a_model_have_equal_blocks_and_equal_errors(
+    ranks: RankPool, mixture: Path, dims: ParallelDims
+) -> None:
+    """A sequence of 600 tokens takes 10 blocks; data-parallel ranks have sequences of their own."""
+    found = ranks.run(blocks_beside, mixture, dims, 12, 15, world=2)
+    assert found == ([15, 12] if dims.dp == 2 else [12, 12])
+    for message in ranks.run(blocks_beside, mixture, dims, 9, 15, world=2, timeout=30):
+        assert "a sequence of 600 tokens takes 10 blocks" in str(message)
 
 
 def refuse(group: ProcessGroup, path: Path) -> None:

@@ -314,12 +314,13 @@ def converse_on_ranks(group: ProcessGroup, path: Path, dims: ParallelDims) -> tu
     if group.rank() == dims.world_size - 1:
         end_sessions()
     drawn = draw(engine, turns, n=2)
-    expected = draw(engine, turns, n=2, keep_cache=False)
-    assert torch.equal(drawn.tokens, expected.tokens)
     assert [count for count in drawn.computed if count] == [len(turn) - 1 for turn in turns]
-    turns = [torch.cat((turns[number], drawn.tokens[2 * number])) for number in (2, 0, 1)]
-    again = draw(engine, turns, n=2)
-    assert torch.equal(again.tokens, draw(engine, turns, n=2, keep_cache=False).tokens)
+    further = [torch.cat((turns[number], drawn.tokens[2 * number])) for number in (2, 0, 1)]
+    again = draw(engine, further, n=2)
+    # Each turn is at the rank that has drawn the one before.
+    assert [count for count in again.computed if count] == [len(turn) - 1 - BLOCK for turn in further]
+    for asked, responses in ((turns, drawn), (further, again)):
+        assert torch.equal(responses.tokens, draw(engine, asked, n=2, keep_cache=False).tokens)
     return computed
 
 

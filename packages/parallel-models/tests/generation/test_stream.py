@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from parallel_layers import PackedSequence, ParallelDims
-from parallel_models import Engine, EngineOptions, GenerationOptions, Grid, load_engine
+from parallel_models import CacheOptions, Engine, EngineOptions, GenerationOptions, Grid, load_engine
 from parallel_models.engine.engine import MicroBatch
 from parallel_models.generation import Prompt, ResponseStream, draw_responses
 
@@ -117,6 +117,63 @@ def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequence
                 assert differences[-1] < 1e-5, "new responses share no keys of older weights"
     assert before
     assert (max(differences) < 1e-5) == recompute
+
+
+def test_a_response_that_begins_beside_one_of_older_weights_shares_no_keys(llama: Path) -> None:
+    """The second response to the prompt waits until the weights have changed."""
+    engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+    # With room for copies of shared blocks.
+    stream = ResponseStream(engine, options_of(stop_ids=[], max_sequences=2), 200, 64, version=5)
+    drawn = dict[int, Any]()
+    try:
+        stream.add(0, PROMPTS[0], numbers(1)[0], 16)
+        stream.add(1, PROMPTS[2], numbers()[2], LONGEST)
+        assert [key for key, _ in stream.step()[1]] == [0]
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        stream.renew(6, recompute=False)
+        while len(stream):
+            drawn |= dict(stream.step()[1])
+    finally:
+        stream.close()
+    first, second = drawn[1]
+    assert (first.versions, second.versions) == ([5] * 16 + [6] * 8, [6] * LONGEST)
+    expected = log_probs(engine, PROMPTS[2] + second.tokens)[len(PROMPTS[2]) - 1 :]
+    torch.testing.assert_close(torch.tensor(second.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_keys_that_are_given_up_leave_no_trace(engine: Engine) -> None:
+    """At work, waiting for a slot, waiting for a row, and complete."""
+    stream, drawn = stream_of(engine, options_of(stop_ids=[], max_sequences=4)), dict[int, Any]()
+    expected = draw_responses(engine, [Prompt(torch.tensor(PROMPTS[3]))], options_of(stop_ids=[]), 64, numbers()[3:])
+    try:
+        for key, (prompt, uniforms) in enumerate(zip(PROMPTS, numbers(), strict=True)):
+            stream.add(key, prompt, uniforms, LONGEST)
+        assert stream.step() == ([0, 1], [])
+        stream.cancel(1)
+        assert {row for _, row in stream._busy()} == stream._places.keys()
+        stream.renew(6, recompute=True)
+        for key in (0, 2):
+            stream.cancel(key)
+        assert stream.step()[0] == [3]
+        while len(stream):
+            drawn |= dict(stream.step()[1])
+        stream.cancel(3)
+        assert not any((stream.waiting, stream._busy(), stream._places, stream._asked))
+        assert stream.tables.num_free == stream.tables.num_blocks
+    finally:
+        stream.close()
+    assert drawn.keys() == {3}
+    assert [response.tokens for response in drawn[3]] == expected.tokens.tolist()
+
+
+def test_the_options_of_a_stream_are_those_of_its_session(engine: Engine) -> None:
+    stream = stream_of(engine, options_of(exact=True, float8_cache=True, cache_gib=0.25))
+    assert stream.session.options == CacheOptions(
+        3, 20 + LONGEST, 0.25, exact=True, float8_cache=True, experts="exchange"
+    )
+    stream.close()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def generate(
         for case in cases:
             batch = actor.generate(PROMPTS, **case)
             computed = actor.log_probs(batch, temperature=case.get("temperature") or 1.0).log_probs
-            batches.append(batch.with_fields(computed=computed))
+            first = torch.full_like(batch.mask, actor.grid.rank("dp") == 0)
+            batches.append(batch.with_fields(computed=computed, first=first))
     return batches
 
 
@@ -106,8 +107,10 @@ OF_FOUR_WITH_EXPERTS = [
 GRIDS_OF_FOUR = {
     "qwen2": [*OF_FOUR, ParallelDims(dp=2, tp=2), ParallelDims(dp=2, pp=2), ParallelDims(dp=2, cp=2)],
     **dict.fromkeys(("mixture", "gpt-oss", "deepseek"), OF_FOUR_WITH_EXPERTS),
-    "adapted": OF_FOUR,
+    "llama with adapters": OF_FOUR,
+    "mixture with adapters": OF_FOUR_WITH_EXPERTS[2:5],
 }
+ADAPTERS = LoraOptions(4, targets=["all-linear", "experts.gate_up_proj", "experts.down_proj"])
 
 
 @pytest.mark.parametrize(
@@ -127,9 +130,10 @@ def test_all_grids_and_backends_draw_the_same_tokens(
     ranks: RankPool, tiny: Callable[..., Path], model: str, places: list[tuple[str, ParallelDims]]
 ) -> None:
     cases = list(CASES.values())
-    options: dict[str, Any] = {"lora": LoraOptions(4)} if model == "adapted" else {}
-    changes = LATENT if model == "deepseek" else {}
-    path = tiny("llama" if model == "adapted" else model, initializer_range=0.3, **changes)
+    name, _, adapted = model.partition(" with ")
+    lora = ADAPTERS if name == "mixture" else LoraOptions(4)
+    options: dict[str, Any] = {"lora": lora} if adapted else {}
+    path = tiny(name, initializer_range=0.3, **(LATENT if name == "deepseek" else {}))
     (expected,) = ranks.run(generate, path, ParallelDims(), "parallel", cases, world=1, **options)
     for first, case in zip(expected, cases, strict=True):
         assert len(first) == len(PROMPTS) * case.get("n", 1)
@@ -141,10 +145,11 @@ def test_all_grids_and_backends_draw_the_same_tokens(
     for backend, dims in places:
         for found in ranks.run(generate, path, dims, backend, cases, world=dims.world_size, **options):
             for batch, first, name in zip(found, expected, CASES, strict=True):
-                # Data-parallel ranks draw from streams of their own.
-                if dims.dp == 1 or name == "greedy":
+                # Further data-parallel ranks draw from streams of their own.
+                if batch["first"].all() or name == "greedy":
                     assert torch.equal(batch.tokens, first.tokens), (dims, backend, name)
                     assert batch.lengths == first.lengths
+                    torch.testing.assert_close(batch["log_probs"], first["log_probs"], rtol=5e-6, atol=1e-5)
                     if first.sampling_mask is not None:
                         assert batch.sampling_mask is not None
                         assert batch.sampling_mask.tolist() == first.sampling_mask.tolist()
@@ -313,6 +318,7 @@ def fail_to_generate(group: ProcessGroup, path: Path, dims: ParallelDims, backen
         pytest.param("llama", ParallelDims(tp=2), "parallel", marks=pytest.mark.slow),
         ("llama", ParallelDims(pp=2), "parallel"),
         ("llama", ParallelDims(dp=2), "parallel"),
+        ("llama", ParallelDims(cp=2), "parallel"),
         pytest.param("mixture", ParallelDims(dp=2, ep=2), "parallel", marks=pytest.mark.slow),
         ("llama", ParallelDims(pp=2), "megatron"),
         pytest.param("mixture", ParallelDims(dp=2, ep=2), "megatron", marks=pytest.mark.slow),
@@ -324,9 +330,10 @@ def test_a_diverged_model_is_named_on_every_rank_and_nothing_hangs(
 ) -> None:
     results = ranks.run(fail_to_generate, diverged[model], dims, backend, world=dims.world_size, timeout=60)
     for rank, (said, after) in enumerate(results):
-        other = "rank 1: " if dims.dp == 2 and rank == 0 else ""
+        other = "rank 1: " if dims.dp * dims.cp == 2 and rank == 0 else ""
         nan = "the model gives NaN or infinite logits after 0 tokens of the responses (prompt, response) "
         assert all(text.startswith(f"{other}{nan}[(1, 0), (1, 1)]: ") for text in said[:3])
+        other = other if dims.dp == 2 else ""  # context-parallel ranks get all prompts
         assert all(text.startswith(f"{other}prompt 1: token id 61 ") for text in said[3:])
         assert after["log_probs"].isfinite().all()
 
