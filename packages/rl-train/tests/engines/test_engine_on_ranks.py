@@ -35,6 +35,7 @@ from rl_train.weight_sync.buckets import (
     in_buckets,
     unpack,
 )
+from rl_train.weight_sync.transport import BucketMissed
 
 from ..conftest import EXPERTS, SIZES
 from .stub import Refusing, Stub
@@ -188,6 +189,24 @@ def test_a_stream_that_fails(folders: dict[str, Path]) -> None:
         engine.update_weights(actor, 1)
     with pytest.raises(RuntimeError, match="does not generate: the update to version 1 failed"):
         engine.generate([[1]], SamplingOptions(1))
+
+
+def test_an_engine_that_misses_a_bucket_refuses_until_a_whole_update(folders: dict[str, Path]) -> None:
+    """Though no rank knows of another cause."""
+    actor, model, engine = Actor.from_pretrained(folders["llama"], device="cpu"), folders["llama"], Stub()
+    on_ranks = EngineOnRanks(actor, model, lambda: engine)
+
+    def late(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        raise BucketMissed("a bucket was late")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "load", late)
+        with pytest.raises(RuntimeError, match="the update to version 1 failed: a bucket was late"):
+            on_ranks.update_weights(actor, 1)
+    with pytest.raises(RuntimeError, match="does not generate: the update to version 1 failed: a bucket was late"):
+        on_ranks.generate([[1]], SamplingOptions(1))
+    on_ranks.update_weights(actor, 2)
+    assert len(on_ranks.generate([[1]], SamplingOptions(1))) == 1
 
 
 def test_only_the_model_s_own_tensors_pass(folders: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,11 +20,12 @@ from typer.testing import CliRunner
 
 from parallel_layers import ParallelDims
 from parallel_models import SamplingOptions
+from parallel_models.generation import STEPS
 from rl_models import Actor, Batch
 from rl_train.cli.commands import app
 from rl_train.engines import Native, SeparateEngine, processes
 from rl_train.engines.in_flight import InFlightPool
-from rl_train.engines.interface import Request, Step, WeightsLostError
+from rl_train.engines.interface import Request, Response, Step, WeightsLostError
 from rl_train.engines.native_ranks import NativeRanks
 from rl_train.engines.process import EngineServer, engine_process
 from rl_train.processes.worker import Calls
@@ -45,7 +47,8 @@ class InThread:
 
     def __init__(self) -> None:
         self.calls, self.answers = SimpleQueue[Any](), SimpleQueue[Any]()
-        threading.Thread(target=EngineServer(Calls(self.Pipe(self))).serve, daemon=True).start()
+        self.server = EngineServer(Calls(self.Pipe(self)))
+        threading.Thread(target=self.server.serve, daemon=True).start()
 
     def send(self, message: Any) -> None:
         self.calls.put(message)
@@ -155,6 +158,151 @@ def test_an_engine_that_draws_takes_requests_and_weights(model: Path, actors: li
         pool.close()
 
 
+class Paced(Native):
+    """Takes a step for each permit."""
+
+    permits = threading.Semaphore(0)
+
+    def step(self) -> Step:
+        return super().step() if self.permits.acquire(timeout=0.001) else Step([], [])
+
+
+def failing(weights: Any) -> Iterator[Any]:
+    yield from islice(weights, 4)
+    raise OSError("the disk is gone")
+
+
+def test_nothing_is_drawn_between_a_weight_sync_that_fails_and_one_that_succeeds(
+    model: Path, actors: list[Actor]
+) -> None:
+    """The engine has some of the new weights meanwhile, and its response in flight goes on with all of them."""
+    make = partial(Paced, str(model), device="cpu", max_sequences=8)
+    pool = InFlightPool([engine_process("engine", InThread, (make,), 60.0, 60.0)])
+    try:
+        drawing = pool.begin(REQUESTS[:1], SAMPLING)
+        Paced.permits.release()
+        while drawing.version() is None:
+            time.sleep(0.001)
+        pool.version = 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            pool.load(failing(actors[0].stream_weights()))
+        Paced.permits.release(9)
+        time.sleep(0.05)
+        with pytest.raises(WeightsLostError, match="no engine with weights is left"):
+            pool.begin(REQUESTS[1:2], SAMPLING)
+        pool.version = 2
+        pool.load(actors[1].stream_weights())
+        ((first, second),) = drawing()
+        assert first.versions == second.versions == [0] * STEPS + [2] * (LENGTH - STEPS)
+    finally:
+        pool.close()
+
+
+def test_after_an_error_of_the_model_no_key_is_left(model: Path, actors: list[Actor]) -> None:
+    """Also of requests that wait for others; the engine goes on with the next weights."""
+    make = partial(Native, str(model), device="cpu", max_sequences=8)
+    pool = InFlightPool([engine_process("engine", InThread, (make,), 60.0, 60.0)])
+    try:
+        pool.load((name, torch.full_like(tensor, torch.nan)) for name, tensor in actors[0].stream_weights())
+        with pool.lock:
+            drawings = [pool.begin([request], sampling) for request in REQUESTS[:2] for sampling in (SAMPLING, SHORT)]
+        for drawing in drawings:
+            with pytest.raises(ValueError, match="the model gives NaN or infinite logits after 1 tokens"):
+                drawing()
+        assert pool.engines[0]._transport.server._draws == {}, "it takes no further steps"  # type: ignore[union-attr]
+        pool.load(actors[0].stream_weights())
+        for sampling in (SHORT, SAMPLING):
+            ((response, _),) = pool.begin(REQUESTS[:1], sampling)()
+            assert len(response.tokens) == sampling.max_new_tokens
+    finally:
+        pool.close()
+
+
+def test_keys_that_are_given_up_are_not_answered(model: Path) -> None:
+    engine, complete = Native(model, device="cpu", max_sequences=8), dict[int, Any]()
+    engine.add(1, REQUESTS[0], SAMPLING)
+    assert engine.step() == ([(1, 0)], [])
+    engine.add(2, REQUESTS[1], SHORT)  # waits: it has other options
+    engine.add(3, REQUESTS[2], SHORT)
+    assert engine.step() == ([], [])
+    for key in (1, 2, 9):
+        engine.cancel(key)
+    assert engine.step().begun == [(3, 0)]
+    while not complete:
+        complete |= dict(engine.step().complete)
+    assert complete.keys() == {3}
+    engine.cancel(3)
+    engine.close()
+
+
+class Endless(Stub):
+    """Draws nothing, and tells of the begin of a request after its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = list[Any]()
+
+    def add(self, key: Any, request: Request, sampling: SamplingOptions) -> None:
+        self.key = key
+
+    def step(self) -> Step:
+        time.sleep(0.001)
+        return Step([(key, 0) for key in self.ended], [])
+
+    def cancel(self, key: Any) -> None:
+        assert key == self.key
+        self.ended.append(key)
+
+    def expect(self, version: int) -> None:
+        pass
+
+
+class Choosy(Endless):
+    """Answers the requests of an even seed alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = list[Any]()
+
+    def add(self, key: Any, request: Request, sampling: SamplingOptions) -> None:
+        self.keys += [key] * (request.seed % 2 == 0)
+
+    def step(self) -> Step:
+        time.sleep(0.001)
+        answered, self.keys = self.keys, []
+        return Step([(key, 0) for key in answered], [(key, [Response([7], [0.0])]) for key in answered])
+
+    def cancel(self, key: Any) -> None:
+        pass
+
+
+def test_a_request_goes_to_the_idlest_engine_and_a_turn_to_that_of_its_conversation() -> None:
+    pool = InFlightPool([engine_process(f"engine {n}", InThread, (Choosy,), 60.0, 60.0) for n in range(2)])
+    unanswered = 0
+
+    def engine_of(prompt: list[int], seed: int) -> int:
+        nonlocal unanswered
+        drawing, unanswered = pool.begin([Request(prompt, seed)], SamplingOptions(1)), unanswered + seed % 2
+        if seed % 2 == 0:
+            drawing()
+        deadline = time.monotonic() + 5  # the pool counts an answer in another thread
+        while sum(pool._open.values()) > unanswered and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return drawing.draws[0].engine
+
+    try:
+        assert engine_of([1], 1) == 0, "which is never answered"
+        conversation = [2] * 70
+        assert [engine_of(conversation, 2), engine_of([3], 4), engine_of([4], 1)] == [1, 1, 1]
+        assert engine_of([5], 1) == 0
+        assert engine_of([6], 2) == 1
+        assert engine_of([7], 1) == 1
+        assert engine_of([*conversation, 7, 8], 1) == 1, "its keys and values are there, and as many open responses"
+        assert engine_of([8], 1) == 0
+    finally:
+        pool.close()
+
+
 class OnRay(InThread):
     """A transport whose calls get the numbers of `RayHost`, which begin with the caller."""
 
@@ -166,30 +314,15 @@ class OnRay(InThread):
         return number, *answer
 
 
-class Endless(Stub):
-    """Draws nothing."""
-
-    def add(self, key: Any, request: Request, sampling: SamplingOptions) -> None:
-        self.key = key
-
-    def step(self) -> Step:
-        time.sleep(0.001)
-        return Step([], [])
-
-    def cancel(self, key: Any) -> None:
-        assert key == self.key
-
-    def expect(self, version: int) -> None:
-        pass
-
-
 @pytest.mark.parametrize("transport", [InThread, OnRay])
 def test_a_request_that_is_given_up_ends(transport: type[InThread]) -> None:
     pool = InFlightPool([engine_process("engine", transport, (Endless,), 60.0, 60.0)])
     try:
-        drawing = pool.begin(REQUESTS[:1], SHORT)
-        drawing.cancel()
-        assert drawing.draws[0].call.result(10) == []
+        for _ in range(2):
+            drawing = pool.begin(REQUESTS[:1], SHORT)
+            time.sleep(0.01)
+            drawing.cancel()
+            assert drawing.draws[0].call.result(10) == []
     finally:
         pool.close()
 

@@ -21,6 +21,7 @@ from rl_train.engines import Native, json_client, vllm_server
 from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.engines.json_client import JsonClient, RefusedError
 from rl_train.engines.vllm_server import VllmServer, server_facts
+from rl_train.weight_sync.transport import BucketMissed
 
 from ..loop.test_train import arguments, lines
 from .server import Server
@@ -111,6 +112,17 @@ def test_workers_with_the_extension_receive_the_weights(
     with pytest.raises(WeightsLostError, match="has started again"):
         engine.load(actor.stream_weights())
     engine.close()
+
+
+def test_the_worker_with_a_cause_is_named(engine: VllmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others miss its buckets."""
+    answers = [["BucketMissed", "late"], [], ["ValueError", "w is too long"]]
+    monkeypatch.setattr(engine._workers, "call", lambda *_: {"results": answers})
+    with pytest.raises(RuntimeError, match=r"does not take the weights \(ValueError: w is too long\)"):
+        engine.receive([])
+    answers[2] = []
+    with pytest.raises(BucketMissed, match=r"does not take the weights \(BucketMissed: late\)"):
+        engine.receive([])
 
 
 def test_data_parallel_servers_load_a_folder(server: Server, engine: VllmServer, model: Path) -> None:
