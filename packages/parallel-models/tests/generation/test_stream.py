@@ -143,6 +143,30 @@ def test_a_response_that_begins_beside_one_of_older_weights_shares_no_keys(llama
     torch.testing.assert_close(torch.tensor(second.log_probs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_masks_stay_as_they_were_drawn(llama: Path, recompute: bool) -> None:
+    """Those of the first look are the masks of the older weights; each later token has a mask of its own, too."""
+    engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
+    options = options_of(stop_ids=[], top_k=5, keep_sampling_mask=True)
+    older = draw_responses(engine, [Prompt(torch.tensor(PROMPTS[0]))], options, 64, numbers()[:1])
+    assert older.mask is not None
+    stream = stream_of(engine, options)
+    try:
+        stream.add(0, PROMPTS[0], numbers()[0], LONGEST)
+        assert stream.step() == ([0], [])
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        stream.renew(6, recompute=recompute)
+        ((_, responses),) = stream.step()[1]
+    finally:
+        stream.close()
+    for response, mask in zip(responses, older.mask.split(older.lengths), strict=True):
+        assert response.versions == [5] * 16 + [6] * 8
+        assert response.kept[:16] == mask.tolist()[:16]
+        assert all(token in ids and len(ids) == 5 for token, ids in zip(response.tokens, response.kept, strict=True))
+
+
 def test_keys_that_are_given_up_leave_no_trace(engine: Engine) -> None:
     """At work, waiting for a slot, waiting for a row, and complete."""
     stream, drawn = stream_of(engine, options_of(stop_ids=[], max_sequences=4)), dict[int, Any]()

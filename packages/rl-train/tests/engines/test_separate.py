@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from contextlib import suppress
@@ -25,6 +26,8 @@ from rl_train.cli.commands import app
 from rl_train.engines import EnginePool, Native, SeparateEngine, processes
 from rl_train.engines.interface import Request, WeightsLostError
 from rl_train.engines.native_ranks import NativeRanks, _results
+from rl_train.weight_sync import shard_sender
+from rl_train.weight_sync.shard_exchange import exchange_shards
 from rl_train.weight_sync.transport import BucketMissed
 
 from ..loop.test_train import arguments, lines
@@ -144,6 +147,56 @@ def test_engines_in_processes_of_their_own_take_each_version(model: Path, dims: 
         batch = engine.generate(PROMPTS, SamplingOptions(max_new_tokens=5, n=2, seed=3))
         expected: Tensor = torch.where(batch.mask, actor.log_probs(batch).log_probs, 0)
         torch.testing.assert_close(batch["log_probs"], expected, rtol=0, atol=1e-5)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_in_any_phase_of_a_weight_sync_of_shards(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine gets the weights and answers all prompts; the next weight sync reaches both."""
+    actor, told = changed(model), list[str]()
+    engine = SeparateEngine(actor, model, devices=["", ""], bucket_bytes=2048, timeout=60.0)
+    pool = engine._local
+    assert isinstance(pool, EnginePool)
+    pool._tell = told.append
+    expected = rows_of(actor.generate(PROMPTS, max_new_tokens=5, temperature=0.0))
+
+    def ending_at(share: float, pid: int) -> Any:
+        """An exchange of shards in which a process ends when this share of the copies has been packed."""
+        packed = itertools.count()
+
+        def exchange(peer: Any, plan: Any, read: Any, **options: Any) -> None:
+            copies = sum(map(len, plan.rounds))
+            assert copies > 20
+
+            def ending(copy: Any, buffer: Tensor) -> None:
+                if next(packed) == int(share * (copies - 1)):
+                    os.kill(pid, signal.SIGKILL)
+                read(copy, buffer)
+
+            exchange_shards(peer, plan, ending, **options)
+
+        return exchange
+
+    try:
+        for version, phase in enumerate(("before", 0.0, 0.5, 1.0, "after"), start=1):
+            pid = pool.engines[version % 2]._transport.pid  # type: ignore[union-attr]
+            if phase == "before":
+                os.kill(pid, signal.SIGKILL)
+            with monkeypatch.context() as patch:
+                if isinstance(phase, float):
+                    patch.setattr(shard_sender, "exchange_shards", ending_at(phase, pid))
+                engine.update_weights(actor, version)
+            if phase == "after":
+                os.kill(pid, signal.SIGKILL)
+            assert rows_of(engine.generate(PROMPTS, GREEDY)) == expected
+            assert (len(told), len(pool.current)) == (version, 1)
+            engine.update_weights(actor, version)
+            assert (len(told), pool.current) == (version, {0, 1})
+            assert rows_of(engine.generate(PROMPTS, GREEDY)) == expected
+            pool.losses_in_a_row.clear()
     finally:
         engine.close()
 

@@ -59,14 +59,14 @@ class Lengths:
         return Batch.from_sequences(rows, response_lengths=list(map(len, parts)), log_probs=places)
 
     def part(self, row: list[int], limit: int) -> list[int]:
-        """A response of an even length ends with the token STOP, another one just ends, as others may."""
+        """A response of one token or of LONGEST just ends, as others may; another one ends with the token STOP."""
         begin, tokens = len(row) - 2, row[2:]
         if not tokens:
             self.lengths.append(self.chance.choice([1, 2, 2, 2, self.longest]))
             tokens = [100 + len(self.lengths) - 1]
         length = self.lengths[tokens[0] - 100]
         whole = (tokens[:1] + [50] * length)[:length]
-        whole[-1:] = [STOP] if length > 1 else whole[-1:]
+        whole[-1:] = [STOP] if 1 < length < LONGEST else whole[-1:]
         return whole[begin:][:limit]
 
 
