@@ -148,6 +148,23 @@ def test_the_planned_cache_is_that_of_the_run(
     assert checked_run.describe()["cache_bytes"] == checked_run.cache
 
 
+@pytest.mark.usefixtures("folder_of_rewards")
+def test_engines_apart_have_the_cache_of_their_own_grid(model: Path, prompts: Path) -> None:
+    """A rank of tp 2 has half of the heads; the policy, which does not draw, needs no room."""
+
+    def cache(dims: str, gib: float | None) -> int | None:
+        apart = {"rollouts.devices": "cpu,cpu", "rollouts.dims": dims, "rollouts.cache_gib": gib, "device": "cpu"}
+        options = TrainOptions(model=model, prompts=prompts, reward="rewards:alphabet", max_new_tokens=20, **apart)
+        return check_run(options).cache
+
+    whole, half = (cache(dims, None) for dims in ("tp=1", "tp=2"))
+    assert whole == 2 * (half or 0) > 0
+    two_blocks = 2 * 64 * 2 * 2 * 4 * 16  # tokens, layers, keys and values, bytes, the size of the only head
+    assert cache("tp=2", two_blocks / 2**30) == two_blocks
+    with pytest.raises(ValueError, match=r"^the engines of .* a sequence of 22 tokens takes 1 blocks"):
+        cache("tp=1", two_blocks / 2**30)
+
+
 def test_long_prompts_are_dropped_and_counted(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"text": "{"a" * length}"}}\n' for length in (3, 90, 7, 63, 64)))

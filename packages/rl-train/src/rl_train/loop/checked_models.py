@@ -104,18 +104,23 @@ def require_states(backend: str, checkpoint: Checkpoint) -> None:
         )
 
 
-def check_engines(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> None:
-    """Refuse native engines on separate devices, whose ranks would refuse their grid, their drafts or their cache."""
+def check_engines(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:
+    """Refuse native engines on separate devices, whose ranks would refuse their grid, their drafts or their cache.
+
+    Returns:
+        The bytes of the cache of a rank; None without such engines.
+    """
     rollouts = options.rollouts
     if rollouts.engine != "native" or rollouts.devices is None:
-        return
+        return None
     dims, engine = ParallelDims.parse(rollouts.dims), EngineOptions(dtype=options.engine.dtype)
     try:
         cache = replace(cache, drafts=rollouts.drafts)
-        check_native_model(policy, Actor.role, dims, engine, options.max_tokens, cache)
+        planned = check_native_model(policy, Actor.role, dims, engine, options.max_tokens, cache)
     except ValueError as error:
         where = f"rollouts.devices={rollouts.devices}, rollouts.dims={rollouts.dims or 'tp=1'}"
         raise ValueError(f"the engines of {where}: {error}") from None
+    return max(memory.cache for memory in planned)
 
 
 def check_teacher(options: TrainOptions, longest: int) -> None:

@@ -61,8 +61,8 @@ class CheckedRun:
 
     `prompts` are all prompts; with `--data.shuffle-buffer` those that were read for the check. `mixture` has the order.
     `positions` is the model's number of positions, None if the config does not state it. `cache` is the maximum
-    number of bytes of keys and values on a rank of the policy, None if the backend has no plan. `dropped` is the number
-    of prompts that were too long (`--data.long-prompts drop`). `tools` are the JSON schemas of the environment's tools.
+    number of bytes of keys and values on a rank that draws, None without a plan. `dropped` is the number of prompts
+    that were too long (`--data.long-prompts drop`). `tools` are the JSON schemas of the environment's tools.
     `options_as_given` still has the names of a hub, which `options` replaces by folders in its cache. `inputs` are
     digests of what the run reads, and `changes` what has changed since the run began (`rl_train.loop.resume`).
     """
@@ -323,7 +323,8 @@ def _check_server(options: TrainOptions, vocab_size: int, longest: int) -> None:
 
 
 def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions) -> int | None:
-    """Refuse backends, grids and checkpoints that the ranks would refuse; return the bytes of the policy's cache."""
+    """Refuse backends, grids and checkpoints that the ranks would refuse; return the bytes of the draws' cache."""
+    apart = options.rollouts.devices is not None or options.rollouts.engine == "vllm" or options.rollouts.has_server
     cache_bytes = None
     if options.rollouts.engine == "native" and options.rollouts.devices is None:
         require_states(options.backend, policy)
@@ -335,7 +336,7 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
         reference = Checkpoint(options.reference or options.model)
         check_reference(options, reference, options.grid_of(options.reference_dims), cache.max_length)
     for role, checkpoint, dims in models:
-        draws = cache if role != "value" else None
+        draws = cache if role != "value" and not apart else None
         planned = check_model(options, role, checkpoint, dims, cache.max_length, draws)
         if options.backend == "parallel":
             cache_bytes = max(memory.cache for memory in planned) if draws is not None else cache_bytes
@@ -343,8 +344,7 @@ def _check_models(options: TrainOptions, policy: Checkpoint, cache: CacheOptions
             replay = "router_replay" if options.objective.router_replay else "rollouts.routing"
             if replays and not any(model_config(checkpoint).moe):
                 raise ValueError(f"{replay}=True is for a mixture of experts, which {checkpoint} is not; leave it out")
-    check_engines(options, policy, cache)
-    return cache_bytes
+    return check_engines(options, policy, cache) if apart else cache_bytes
 
 
 def policy_kind(options: TrainOptions) -> type[Actor]:
