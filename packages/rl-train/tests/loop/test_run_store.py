@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckpt.cli import app as ckpt_app
 from ckpt.files import Store
 from rl_train.cli.commands import app
 from rl_train.cluster.machines import Machines
-from rl_train.loop.folder import check_folder
+from rl_train.loop.folder import check_folder, how_to_go_on
 from rl_train.loop.recipe_run import run_recipe
 from rl_train.loop.run_store import RunStore
 from rl_train.options.fields import working_copy
@@ -312,6 +313,27 @@ def test_model_rows_and_run_in_a_store_and_a_resume_on_another_machine(
         result = CliRunner().invoke(program, arguments)
         assert result.exit_code == 0, result.output
     assert b"<title>" in place.files.cat_file(f"{place.path}/run/report.html")
+
+
+def test_errors_about_the_folder_of_a_run_name_its_url(machine: Machine) -> None:
+    here = machine("here")
+    save(here, 3)
+    options = SftOptions.model_validate({"model": Path("m"), "dataset": Path("d"), "out": Path(URL), "steps": 2})
+    assert how_to_go_on(options).endswith(f"the newest training checkpoint in {URL}")
+    fix = f"into {URL}/training/*/latest, and remove {here}, its copy on this machine"
+    with pytest.raises(
+        ValueError, match=re.escape(f"steps=2, but {URL} has gone on to step 3; ") + ".*" + re.escape(fix)
+    ):
+        check_folder(options)
+    for name, value in (("command", "dpo"), ("seed", 1)):
+        (here / "options.json").write_text(
+            json.dumps({"model": "m", "dataset": "d", "command": "sft", "steps": 4, name: value})
+        )
+        with pytest.raises(ValueError, match=f"^{URL} holds a run "):
+            check_folder(options)
+    (here / "options.json").unlink()
+    with pytest.raises(ValueError, match=f"^{URL} holds other files, .*no options.json of an earlier run"):
+        check_folder(options)
 
 
 def test_several_machines_need_a_folder_that_they_share(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

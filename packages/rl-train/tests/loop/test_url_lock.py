@@ -12,7 +12,8 @@ import pytest
 
 from ckpt.files import Store
 from rl_train.loop import url_lock
-from rl_train.loop.folder import check_foreign, locked
+from rl_train.loop.folder import check_foreign, check_unlocked, locked
+from rl_train.loop.recipe import STOP
 from rl_train.loop.run_store import RunStore
 from rl_train.options.fields import working_copy
 from rl_train.report.loggers import Loggers
@@ -72,6 +73,52 @@ def test_a_second_machine_is_refused_and_the_first_one_goes_on(machine: Machine)
     with locked(there, told.append):
         push(there)
     assert len(told) == 1
+
+
+def test_a_dry_run_names_a_run_at_the_url_and_takes_nothing(machine: Machine) -> None:
+    here, there, told = machine("here"), machine("there"), list[Any]()
+    files = fsspec.filesystem("memory")
+    machine("here")
+    with locked(here):
+        machine("there")
+        with pytest.raises(ValueError, match=r"^process \d+ of .* runs at memory://bucket/run; wait until it ends, or"):
+            check_unlocked(there, told.append)
+        assert [list(event) for event in told] == [["message"]]
+    check_unlocked(there, told.append)
+    assert not files.exists(OBJECT)
+    machine("here")
+    killed(here)
+    machine("there")
+    text = files.cat_file(OBJECT)
+    check_unlocked(there, told.append)
+    assert len(told) == 2
+    assert files.cat_file(OBJECT) == text, "another run's place is not taken"
+    assert not there.exists()
+
+
+@pytest.mark.parametrize("taken", [OBJECT, "/bucket/run/training/actor/latest"])
+def test_a_run_whose_place_is_taken_saves_its_next_step_and_ends(machine: Machine, taken: str) -> None:
+    """The file `stop` has the loop save after the step under way, and end."""
+    here, files = machine("here"), fsspec.filesystem("memory")
+
+    def run() -> None:
+        with locked(here), store_of(here).pushed(lambda event: None) as follow:
+            push(here)
+            files.pipe_file(taken, b"step-00000009 of another run")
+            follow({"step": 1})
+            for _ in range(500):
+                follow({"phase": "generating"})
+                if (here / STOP).exists():
+                    return
+                time.sleep(0.01)
+
+    error = (
+        "another machine goes on with this run: .*; let one machine alone run it. This machine has ended, and keeps "
+    )
+    with pytest.raises(ValueError, match=f"{error}its own steps in {here}$"):
+        run()
+    assert (here / STOP).exists()
+    assert not files.exists(f"/bucket/run/{STOP}")
 
 
 def test_another_machine_takes_the_place_of_a_killed_one_which_then_uploads_nothing(machine: Machine) -> None:

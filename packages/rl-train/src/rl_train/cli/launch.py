@@ -12,7 +12,7 @@ import typer
 from ckpt.cli import printable
 from parallel_layers.device import GPU
 from rl_train.cli.mistakes import mistakes_as_messages
-from rl_train.cli.recipes import RECIPES, examples, functions_of
+from rl_train.cli.recipes import RECIPES, examples, functions_of, told
 from rl_train.cluster.slurm import SlurmJob, seconds_of
 from rl_train.options.resolve import resolve
 from rl_train.options.run_options import RunOptions
@@ -99,7 +99,7 @@ def _checked(name: str, arguments: dict[str, Any], nodes: int, gpus_per_node: in
         raise ValueError(f"--device {options.device} does not go with --gpus-per-node {gpus_per_node}; change one")
     Machines(count=nodes).ranks(options.grid.world_size)
     check, rehearse, _ = functions_of(options)
-    check_unlocked(options.out)
+    check_unlocked(options.out, told)
     kind, backend = (GPU, "nccl") if gpus_per_node else ("cpu", "gloo")
     rehearse(check(options, devices=Devices(kind, backend, nodes * gpus_per_node)))
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import typer
 from rich.console import Console
 
+from ckpt.cli import printable
 from rl_train.cli.mistakes import mistakes_as_messages
 from rl_train.cluster.fork_server import prepare
 from rl_train.options.command import PANELS, OptionsCommand, takes_options
+from rl_train.options.fields import place_of
 from rl_train.options.file_options import DistillOptions, DpoOptions, FileOptions, RewardModelOptions, SftOptions
 from rl_train.options.options import TrainOptions
 from rl_train.options.resolve import resolve
@@ -121,7 +123,7 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
         stack.enter_context(machines.failures_told())
         checked_run = check(options)
         if dry_run:
-            check_unlocked(options.out)
+            check_unlocked(options.out, told)
             rehearse(checked_run)
             if as_json:
                 typer.echo(json.dumps(checked_run.describe()))
@@ -129,18 +131,23 @@ def _train(kind: type[RunOptions], *, config: Path | None, dry_run: bool, as_jso
                 Console().print(two_columns(checked_run.summary(), "This run can start; --json prints every option."))
             return
         grid = options.dims or "one rank"
-        title = f"rl-train: {options.learned} of {options.model.name} ({grid}), to {options.out}"
+        title = f"rl-train: {options.learned} of {options.model.name} ({grid}), to {place_of(options.out)}"
         if not machines.first:
             train(checked_run, lambda event: None)
             return
         steps = checked_run.options.steps
         with Display(steps, title=title) as display:
             result = train(checked_run, display)
-            model, page = options.out / options.trained[0], options.out / "report.html"
+            model, page = (place_of(options.out / name) for name in (options.trained[0], "report.html"))
             done = f"done: after {counted(steps, 'step')} the model is in {model}, the curves in {page}"
             display({"message": done if steps_done(options.out) == steps else f"stopped: {after()}"})
         if as_json:
             typer.echo(json.dumps(result))
+
+
+def told(event: Mapping[str, Any]) -> None:
+    """Print the message of a check."""
+    typer.echo(printable(event["message"]), err=True)
 
 
 def functions_of(options: RunOptions) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

@@ -18,6 +18,7 @@ from rl_train.data.mixture import split_sources
 from rl_train.loop.recipe import BEST, Tell
 from rl_train.loop.resume import COMMAND, INPUTS as DIGESTS, check_options
 from rl_train.loop.run_store import RunStore
+from rl_train.options.fields import place_of
 from rl_train.options.run_options import RunOptions
 from rl_train.report.html_report import PAGE, VERSIONS, versions
 from rl_train.report.lines import LINES, read_lines, read_options, replace_text
@@ -33,8 +34,6 @@ MARK = "options.json"
 
 # The adapters of each model (`--lora-rank`), in PEFT's format, beside its merged checkpoint.
 ADAPTERS = {"actor": "actor-adapter", "critic": "critic-adapter"}
-# A file that a user puts there: the run saves after the step under way, and ends.
-STOP = "stop"
 
 
 def check_folder(options: RunOptions) -> None:
@@ -67,11 +66,12 @@ def check_folder(options: RunOptions) -> None:
 def _check_steps(options: RunOptions) -> None:
     """Refuse fewer steps than are done, and a training checkpoint that cannot be opened."""
     training, trained = options.out / "training", options.trained
-    step = newest_step(training, trained)
+    step, place = newest_step(training, trained), place_of(options.out)
     if step > options.steps:
+        also = "" if place == str(options.out) else f", and remove {options.out}, its copy on this machine"
         raise ValueError(
-            f"steps={options.steps}, but {options.out} has gone on to step {step}; give --steps {step} or more, choose "
-            f"another out, or go back: write the name of an earlier step's folder into {training}/*/latest"
+            f"steps={options.steps}, but {place} has gone on to step {step}; give --steps {step} or more, choose "
+            f"another out, or go back: write the name of an earlier step's folder into {place}/training/*/latest{also}"
         )
     for name in trained if step else ():
         open_step(training / name, step)
@@ -87,14 +87,16 @@ def locked(folder: Path, tell: Tell = lambda event: None) -> Iterator[None]:
             yield
 
 
-def check_unlocked(folder: Path) -> None:
-    """Raise ValueError if another run is at work in this folder; names its process."""
+def check_unlocked(folder: Path, tell: Tell = lambda event: None) -> None:
+    """Raise ValueError if another run is at work in this folder or at its URL; names its process; tell of a wait."""
     if lock_file(folder / MARK).exists():
         Lock(folder / MARK, _work(folder)).release()
+    if (store := RunStore.of(folder)) is not None:
+        store.lock.check_free(tell)
 
 
 def _work(folder: Path) -> str:
-    return f"runs in {folder}"
+    return f"runs in {place_of(folder)}"
 
 
 def _check_inputs(options: RunOptions) -> None:
@@ -107,7 +109,7 @@ def _check_inputs(options: RunOptions) -> None:
             if input_path.resolve().is_relative_to(replaced.resolve()):
                 raise ValueError(
                     f"{name}={input_path} is in {replaced}, which the results of this run replace; choose another out "
-                    f"than {options.out}"
+                    f"than {place_of(options.out)}"
                 )
 
 
@@ -138,11 +140,11 @@ def saves_cleaned(options: RunOptions) -> Iterator[None]:
 
 def how_to_go_on(options: RunOptions) -> str:
     """Return a sentence about the steps that a stopped run has done, and the step at which the same command goes on."""
-    steps = f"{steps_done(options.out)} of {options.steps} steps are done"
+    steps, place = f"{steps_done(options.out)} of {options.steps} steps are done", place_of(options.out)
     saved = newest_step(options.out / "training", options.trained)
     if not saved:
-        return f"{steps}, and {options.out} has no training checkpoint; the same command starts from the beginning"
-    return f"{steps}; the same command goes on after step {saved}, the newest training checkpoint in {options.out}"
+        return f"{steps}, and {place} has no training checkpoint; the same command starts from the beginning"
+    return f"{steps}; the same command goes on after step {saved}, the newest training checkpoint in {place}"
 
 
 def steps_done(folder: Path) -> int:
@@ -164,9 +166,11 @@ def check_output(folder: Path, *, files: Sequence[str] = (), checkpoints: Sequen
     check_writable(folder)
     for file in (folder / name for name in files):
         if file.is_dir():
-            raise ValueError(f"{file} is a folder, and a file is to be written there; choose another than {folder}")
+            raise ValueError(
+                f"{file} is a folder, and a file is to be written there; choose another than {place_of(folder)}"
+            )
         if file.exists() and not os.access(file, os.W_OK):
-            raise ValueError(f"{file} cannot be written to; choose another folder than {folder}")
+            raise ValueError(f"{file} cannot be written to; choose another folder than {place_of(folder)}")
     for name in checkpoints:
         check_target(folder / name)
 
@@ -178,8 +182,8 @@ def check_foreign(folder: Path, *, mark: str) -> None:
     own_prefixes = (f".{mark}.", lock_file(folder / MARK).name)
     if mark not in names and (foreign_names := [name for name in names if not name.startswith(own_prefixes)]):
         raise ValueError(
-            f"{folder} holds other files, {foreign_names[:5]} ({len(foreign_names)} in all), and no {mark} of an "
-            "earlier run; choose another out, or move them elsewhere"
+            f"{place_of(folder)} holds other files, {foreign_names[:5]} ({len(foreign_names)} in all), and no {mark} "
+            "of an earlier run; choose another out, or move them elsewhere"
         )
 
 
@@ -198,7 +202,7 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         why = f"{existing} cannot be written to ({error.strerror})"
-        raise ValueError(f"{why}; choose another folder than {folder}") from None
+        raise ValueError(f"{why}; choose another folder than {place_of(folder)}") from None
 
 
 def _is_there(path: Path) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_models import Batch
-from rl_train.loop.folder import ADAPTERS, STOP, newest_step
-from rl_train.loop.recipe import NothingToLearnError, Recipe
+from rl_train.loop.folder import ADAPTERS, newest_step
+from rl_train.loop.recipe import STOP, NothingToLearnError, Recipe
 from rl_train.loop.throughput import Throughput
 from rl_train.loop.tracing import traced
+from rl_train.options.fields import place_of
 from rl_train.options.run_options import RunOptions
 from rl_train.report.lines import Metrics
 from rl_train.report.loggers import Loggers
@@ -101,7 +102,7 @@ class Loop:
             if options.lora is not None:
                 model.save_adapter(options.out / ADAPTERS[name])
         if nothing is not None:
-            saved_in = ", ".join(str(options.out / name) for name in recipe.trained)
+            saved_in = ", ".join(place_of(options.out / name) for name in recipe.trained)
             raise ValueError(
                 f"step {done + 1}: {nothing}; if the task is solved, that is the end: what was learned in "
                 f"{counted(done, 'step')} is saved in {saved_in}"
@@ -115,7 +116,7 @@ class Loop:
         if step:
             checkpoints = [model.load_training(training / name, step=step) for name, model in recipe.trained.items()]
             recipe.resume(checkpoints[0].extra, training, step)
-            recipe.tell({"message": f"going on after step {step} of {training}", "resumed": step})
+            recipe.tell({"message": f"going on after step {step} of {place_of(training)}", "resumed": step})
         return step
 
     def _save(self, training: Path, step: int) -> None:

@@ -21,6 +21,8 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 # The folder of the checkpoint with the best evaluation, in the folder of a run.
 BEST = "best"
+# A file that a user puts there: the run saves after the step under way, and ends.
+STOP = "stop"
 
 
 class NothingToLearnError(ValueError):

@@ -18,10 +18,10 @@ from rl_train.cluster.fork_server import prepare
 from rl_train.cluster.launch import Devices, from_first, run_on_ranks
 from rl_train.cluster.machines import Machines
 from rl_train.loop.checked_models import dtype_message
-from rl_train.loop.folder import MARK, STOP, check_folder, locked, saves_cleaned, write_options
+from rl_train.loop.folder import MARK, check_folder, locked, saves_cleaned, write_options
 from rl_train.loop.loop import Loop
 from rl_train.loop.model_swapper import ModelSwapper
-from rl_train.loop.recipe import Recipe, Tell
+from rl_train.loop.recipe import STOP, Recipe, Tell
 from rl_train.loop.run_store import RunStore
 from rl_train.loop.throughput import Throughput
 from rl_train.options.derived import engine_options, optimizer_options

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ckpt.files import Store
 from rl_train.data.sources import files_of, is_folder, read_json
-from rl_train.options.fields import as_text
+from rl_train.options.fields import as_text, place_of
 from rl_train.options.names import of_earlier_runs
 from rl_train.options.run_options import RunOptions
 from rl_train.rewards.function import folders_of_judges, parse_rewards
@@ -40,7 +40,9 @@ class Row(Protocol):
 def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
     """Raise ValueError if a run with the options `before` (of `to_json`) cannot be resumed with these options."""
     if (command := before.get(COMMAND, "train")) != options.command:
-        raise ValueError(f"{options.out} holds a run of rl-train {command}; choose another out for {options.command}")
+        raise ValueError(
+            f"{place_of(options.out)} holds a run of rl-train {command}; choose another out for {options.command}"
+        )
     earlier, now = of_earlier_runs(before, options.names()), options.to_json()
     for option in options.leaves():
         name = option.name
@@ -48,8 +50,8 @@ def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
             continue
         if _text(earlier[name]) != _text(now[name]):
             raise ValueError(
-                f"{options.out} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; choose another "
-                f"out, or give the same {name} to resume it"
+                f"{place_of(options.out)} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; "
+                f"choose another out, or give the same {name} to resume it"
             )
 
 
@@ -107,8 +109,8 @@ def changed_inputs(options: RunOptions, inputs: Mapping[str, Mapping[str, Any]])
     ]
     if changed and not options.accept_changes:
         raise ValueError(
-            f"{options.out} holds a run with other inputs: {'; '.join(changed)}; give the same again, choose another "
-            "out, or go on with --accept-changes"
+            f"{place_of(options.out)} holds a run with other inputs: {'; '.join(changed)}; give the same again, choose "
+            "another out, or go on with --accept-changes"
         )
     return changed
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.files import Store
-from rl_train.loop.recipe import Tell
-from rl_train.loop.url_lock import UrlLock
-from rl_train.options.fields import runs_folder
+from rl_train.loop.recipe import STOP, Tell
+from rl_train.loop.url_lock import TakenError, UrlLock
+from rl_train.options.fields import place_of
 from rl_train.report.loggers import IDENTITY
 from rl_train.trajectories.rollout_files import ROLLOUTS
 
@@ -45,12 +45,8 @@ class RunStore:
     @classmethod
     def of(cls, folder: Path) -> RunStore | None:
         """Return the store of a folder of `working_copy`; None for another folder."""
-        if not folder.is_relative_to(runs_folder()):
-            return None
-        scheme, *path = folder.relative_to(runs_folder()).parts
-        store = Store.of(f"{scheme}://{'/'.join(path)}")
-        assert store is not None
-        return cls(folder, store)
+        store = Store.of(place_of(folder))
+        return None if store is None else cls(folder, store)
 
     def pull(self) -> None:
         """Download the run, where the store has a later checkpoint than this machine; `latest` comes last.
@@ -80,13 +76,13 @@ class RunStore:
         """Upload what has changed, and remove checkpoints and rollouts that this machine has removed.
 
         Raises:
-            ValueError: Another machine runs at the URL, or the store has a later checkpoint, which the upload would
+            TakenError: Another machine runs at the URL, or the store has a later checkpoint, which the upload would
                 remove.
         """
         self.lock.check()
         names = self._names()
         if (newest := self._newest(names).strip()) > self._newest_here():
-            raise ValueError(
+            raise TakenError(
                 f"another machine goes on with this run: {self._store.url} has {newest}, which {self._folder} lacks; "
                 "let one machine alone run it"
             )
@@ -121,17 +117,23 @@ class RunStore:
     def pushed(self, tell: Tell) -> Iterator[Tell]:
         """Return a function for events that uploads in the background after steps, and upload all at the end.
 
-        An upload that fails is told, and tried again after the next step.
+        An upload that fails is told, and tried again after the next step. Where another machine goes on with the run,
+        this one saves its next step on this machine, and ends.
 
         Raises:
+            TakenError: Another machine goes on with the run.
             ValueError: The last upload failed; the run is complete on this machine.
         """
         pending: list[Future[None]] = []
 
         def follow(event: Mapping[str, Any]) -> None:
-            if "step" not in event or (pending and not pending[-1].done()):
+            if pending and not pending[-1].done():
                 return
-            if pending and (error := pending[-1].exception()) is not None:
+            if isinstance(error := pending[-1].exception() if pending else None, TakenError):
+                self._here(STOP).touch()
+            if "step" not in event:
+                return
+            if error is not None and not isinstance(error, TakenError):
                 tell({"message": f"{self._store.url} is behind: {error!r:.300}; the upload is tried again"})
             pending[:] = [pool.submit(self.push)]
 
@@ -142,6 +144,8 @@ class RunStore:
                 final = pool.submit(self.push).exception()
                 if final is not None:
                     tell({"message": f"{self._store.url} is behind {self._folder}"})
+        if isinstance(final, TakenError):
+            raise TakenError(f"{final}. This machine has ended, and keeps its own steps in {self._folder}")
         if final is not None:
             raise ValueError(
                 f"{self._store.url} cannot be written: {final!r:.300}; the run is complete in {self._folder}, and the "

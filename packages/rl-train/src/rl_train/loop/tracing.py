@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from rl_train.loop.recipe import Recipe
-from rl_train.options.fields import numbers
+from rl_train.options.fields import numbers, place_of
 from rl_train.options.run_options import RunOptions
 from rl_train.report.phase_table import write_tables
 
@@ -48,4 +48,4 @@ def traced(options: RunOptions, recipe: Recipe, step: int) -> Iterator[None]:
     if recipe.writes:
         page = write_tables(folder, step)
         recipe.say(page.read_text(encoding="utf-8"))
-        recipe.say(f"step {step} is traced in {folder}")
+        recipe.say(f"step {step} is traced in {place_of(folder)}")

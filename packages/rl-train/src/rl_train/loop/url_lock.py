@@ -22,6 +22,10 @@ _NAME = ".options.json.held"
 _BEAT, _SILENCE, _LOOK = 15.0, 60.0, 1.0
 
 
+class TakenError(ValueError):
+    """Another machine goes on with the run; this one uploads nothing more, and ends."""
+
+
 class UrlLock:
     """The object `.options.json.held` at the URL of a run: its process and machine. It changes while the run lives.
 
@@ -60,9 +64,9 @@ class UrlLock:
                     self._store.files.rm_file(self._object)
 
     def check(self) -> None:
-        """Raise ValueError if another machine has taken the place of this one; names its process."""
+        """Raise TakenError if another machine has taken the place of this one; names its process."""
         if (holder := _holder(self._text())) not in ("", self._own):
-            raise ValueError(
+            raise TakenError(
                 f"another machine goes on with this run: {holder} runs at {self._store.url}; let one machine alone "
                 "run it"
             )
@@ -72,8 +76,12 @@ class UrlLock:
         """Return the holder that this working copy has had last; empty without one."""
         return self._file.read_text() if self._file.is_file() else ""
 
-    def _take(self, holder: str, tell: Tell) -> None:
-        """Write the object, after that of another run that has ended."""
+    def check_free(self, tell: Tell) -> str:
+        """Return the text of the object that a run has left, after a look whether it changes; empty without one.
+
+        Raises:
+            ValueError: Another run is at work at the URL; names its process.
+        """
         text = self._text()
         if text and _holder(text) != self._own:
             tell(
@@ -85,7 +93,11 @@ class UrlLock:
                 before, text = text, self._text()
                 if text not in ("", before):
                     self._refuse(text)
-        if text:
+        return text
+
+    def _take(self, holder: str, tell: Tell) -> None:
+        """Write the object, after that of another run that has ended."""
+        if self.check_free(tell):
             with self._store.errors("locked"), suppress(FileNotFoundError):
                 self._store.files.rm_file(self._object)
         with self._store.errors("locked"):

@@ -85,6 +85,14 @@ def working_copy(out: Path) -> Path:
     return runs_folder() / scheme / path.lstrip("/")
 
 
+def place_of(path: Path) -> str:
+    """Return the URL of a folder that `working_copy` has returned, or of a file in it; the text of another path."""
+    if not path.is_relative_to(runs_folder()):
+        return str(path)
+    scheme, *names = path.relative_to(runs_folder()).parts
+    return str(UrlPath(f"{scheme}://{'/'.join(names)}"))
+
+
 Free = Annotated[T, MayChange]
 Text = Annotated[str, BeforeValidator(as_text)]
 Folder = Annotated[Path, Field(strict=False), AfterValidator(as_path)]
