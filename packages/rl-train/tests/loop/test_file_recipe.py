@@ -280,7 +280,11 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
     ("kind", "options", "message"),
     [
         (DpoOptions, {"margin": 2.0}, "margin=2.0 needs loss=simpo; give that, or leave margin out"),
-        (DpoOptions, {"loss": "simpo", "reference": Path("r")}, "loss=simpo has no reference; leave reference=r out"),
+        (
+            DpoOptions,
+            {"loss": "simpo", "reference": Path("r")},
+            "reference=r needs another loss than simpo, which has no reference; give that, or leave reference out",
+        ),
         (DistillOptions, {"teacher": Path("t"), "mixture": 0.5}, "divergence=forward_kl takes no mixture, got 0.5"),
         (SftOptions, {"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long the run is; give one"),
         (SftOptions, {"epochs": 2, "data.shuffle_buffer": 9}, "epochs=2 counts rows, which data"),
@@ -290,6 +294,7 @@ def test_a_dry_run_shows_the_rows(model: Path, tmp_path: Path) -> None:
         (SftOptions, {"profile_ranks": "1"}, "profile_ranks=1 needs profile, a step"),
         (SftOptions, {"evaluation.keep_best": True}, "evaluation.keep_best=True needs evaluation.dataset"),
         (SftOptions, {"eval_every": 3}, "evaluation.every=3 needs evaluation.dataset; give that, or leave evaluation"),
+        (SftOptions, {"data.weights": "2"}, "data.weights=2 needs several sources, with a weight for each; give that"),
         (SftOptions, {"save_every": 0, "keep": 1}, "keep=1 needs save_every; give that, or leave keep out"),
         (RewardModelOptions, {"rows": "labels"}, "row.*3: the label 2 is not below 2, .* --engine.num-labels 3"),
         (SftOptions, {"dims": "tp=3"}, "not divisible by tp=3"),

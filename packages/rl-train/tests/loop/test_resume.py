@@ -47,6 +47,21 @@ def test_a_run_from_before_options_were_nested_goes_on() -> None:
         check_options(options, without)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("mini_batch", 9, 4), ("objective.lam", 0.5, 0.25), ("max_batches", 3, 4), ("data.weights", "2", "3,1")],
+)
+def test_a_run_with_an_option_without_effect_goes_on_without_it(name: str, value: Any, other: Any) -> None:
+    """Such options are refused by now, so that nobody can give them again."""
+    of_run = {"model": Path("m"), "prompts": Path("p"), "reward": "r:f", "prompts_per_step": 4, "samples": 2}
+    earlier = TrainOptions(**of_run, **{name: value}).to_json() | {"command": "train", "inputs": {}}
+    check_options(TrainOptions(**of_run), earlier)
+    check_options(TrainOptions(**of_run, **{name: value}), earlier)
+    for changed in ({name: other}, {"seed": 1}):
+        with pytest.raises(ValueError, match=f"holds a run with {next(iter(changed))}="):
+            check_options(TrainOptions(**of_run, **changed), earlier)
+
+
 def replace(name: str, old: str, new: str) -> Callable[[], Any]:
     return lambda: Path(name).write_text(Path(name).read_text().replace(old, new))
 

@@ -276,7 +276,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"save_every": 0, "keep": 3}, "keep=3 needs a save_every above 0; give that, or leave keep out"),
         (
             {"prompts_per_step": 4, "samples": 2, "mini_batch": 9},
-            "mini_batch=9 is more than the 8 responses of a step, prompts_per_step=4 x samples=2; give at most these",
+            "mini_batch=9 needs at most the 8 responses of a step, prompts_per_step=4 x samples=2; give that, or leave",
         ),
         (
             {"rollouts": "http://a:1", "rollouts.cache_gib": 3.0},
@@ -284,6 +284,10 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ),
         ({"max_batches": 3}, "max_batches=3 needs equal_groups=resample"),
         ({"rollouts.memory": 0.5}, "rollouts.memory=0.5 needs rollouts.engine=vllm or teacher.engine=vllm"),
+        (
+            {"data.weights": "2"},
+            "data.weights=2 needs several sources, with a weight for each; give that, or leave data",
+        ),
         ({"data.weights": "inf"}, "data.weights='inf' must be numbers above 0 with commas"),
         ({"data.weights": "3,"}, "data.weights='3,' must be numbers with commas, such as 0.9,0.95"),
         ({"objective.gamma": 1.5}, "gamma=1.5 must be less than or equal to 1"),

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 
 from ckpt.files import Store
 from rl_train.data.sources import files_of, is_folder, read_json
+from rl_train.options.derived import needs
 from rl_train.options.fields import as_text, place_of
+from rl_train.options.file_options import needs as needs_of_files
 from rl_train.options.names import of_earlier_runs
+from rl_train.options.options import TrainOptions
 from rl_train.options.run_options import RunOptions
 from rl_train.rewards.function import folders_of_judges, parse_rewards
 
@@ -48,11 +51,23 @@ def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
         name = option.name
         if option.may_change or name not in earlier:
             continue
-        if _text(earlier[name]) != _text(now[name]):
+        if _text(earlier[name]) != _text(now[name]) != _text(_in_effect(options, earlier)[name]):
             raise ValueError(
                 f"{place_of(options.out)} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; "
                 f"choose another out, or give the same {name} to resume it"
             )
+
+
+def _in_effect(options: RunOptions, earlier: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of an earlier run, without those that had no effect and are refused by now."""
+    values = {name: value for name, value in earlier.items() if name in options.names()}
+    try:
+        run: Any = type(options)(**values)
+    except ValueError:
+        return earlier
+    needed = needs(run) if isinstance(run, TrainOptions) else needs_of_files(run)
+    without_effect = dict(run.without_effect(needed))
+    return type(options)(**{name: values[name] for name in values.keys() - without_effect.keys()}).to_json()
 
 
 def _text(value: Any) -> Any:

@@ -16,7 +16,7 @@ from rl_models.backends import BackendOptions
 from rl_train.options.algorithms import ALGORITHMS
 from rl_train.options.fields import device_ids
 from rl_train.options.options import SOURCES, TrainOptions
-from rl_train.options.run_options import RunOptions
+from rl_train.options.run_options import Needs, RunOptions
 
 
 def check(options: TrainOptions) -> None:
@@ -27,11 +27,15 @@ def check(options: TrainOptions) -> None:
     _ = optimizer_options(options, 1.0), engine_options(options, options.grid)
 
 
-def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
-    """Yield options, whether they have an effect in this run, and the condition that gives them an effect."""
+def needs(options: TrainOptions) -> Iterator[Needs]:
+    """Yield the options that have an effect in some runs alone."""
     engine, held_out, objective = options.rollouts.engine, options.evaluation.prompts is not None, options.objective
     separate, ready = options.rollouts.devices is not None, engine in ("native", "vllm")
     apart = engine == "native" and separate
+    product = f"prompts_per_step={options.prompts_per_step} x samples={options.samples}"
+    at_most = f"at most the {options.batch} responses of a step, {product}"
+    yield "mini_batch", (options.mini_batch or 0) <= options.batch, at_most
+    yield "data.weights", len(options.data.weight_of_sources) != 1, "several sources, with a weight for each"
     yield "data.max_turns", options.converses, "an environment of several turns"
     limits = "agents.concurrent agents.timeout agents.max_calls agents.max_tokens"
     yield limits, options.runs_agents, "agent=module:function, agent_command or environment=verifiers:TASKSET"
@@ -117,11 +121,8 @@ def _needs(options: TrainOptions) -> Iterator[tuple[str, bool, str]]:
 
 
 def _mistakes(options: TrainOptions) -> Iterator[str]:
-    defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-    for names, holds, needed in _needs(options):
-        for name in () if holds else names.split():
-            if (value := options.value(name)) != defaults[name]:
-                yield f"{name}={value} needs {needed}; give that, or leave {name} out"
+    for name, needed in options.without_effect(needs(options)):
+        yield f"{name}={options.value(name)} needs {needed}; give that, or leave {name} out"
     yield from _mistakes_of_prompts(options)
     yield from _mistakes_of_objective(options)
     yield from _mistakes_of_rollouts(options)
@@ -139,11 +140,6 @@ def _mistakes(options: TrainOptions) -> Iterator[str]:
 def _mistakes_of_prompts(options: TrainOptions) -> Iterator[str]:
     if options.rule.groups and options.samples < 2:
         yield f"{options.algorithm} compares the responses to a prompt; samples={options.samples} must be >= 2"
-    if options.mini_batch is not None and options.mini_batch > options.batch:
-        yield (
-            f"mini_batch={options.mini_batch} is more than the {options.batch} responses of a step, prompts_per_step="
-            f"{options.prompts_per_step} x samples={options.samples}; give at most these, or leave mini_batch out"
-        )
     if options.agent is not None and not re.fullmatch(r"[\w.]+:\w+", options.agent):
         yield f"agent={options.agent!r} must be module:function, such as my_agent:solve; a program is agent_command"
     for name in ("agent_command", "agents.container"):

@@ -16,7 +16,7 @@ from rl_train.options.algorithms import DivergenceName
 from rl_train.options.fields import CONFIG, Count, Folder, Fraction, Free, NotNegative, Number, Positive, Sources
 from rl_train.options.groups import ExampleOptions
 from rl_train.options.nested import Nested
-from rl_train.options.run_options import STEP_OF_OPTIMIZER, Optimizer, RunOptions
+from rl_train.options.run_options import STEP_OF_OPTIMIZER, Needs, Optimizer, RunOptions
 
 
 class HeldOutOptions(BaseModel):
@@ -152,28 +152,29 @@ class DistillOptions(FileOptions):
         return self.teacher
 
 
+def needs(options: FileOptions) -> Iterator[Needs]:
+    """Yield the options that have an effect in some runs alone."""
+    held_out = options.evaluation.dataset is not None
+    yield "evaluation.keep_best evaluation.every", held_out, "evaluation.dataset"
+    yield "keep", options.save_every > 0, "save_every"
+    yield "data.weights", len(options.data.weight_of_sources) != 1, "several sources, with a weight for each"
+    labels = options.engine.num_labels in (None, 1) or options.learned in ("labels", "steps")
+    yield "engine.num_labels", labels, "rl-train reward --rows labels or steps"
+    if isinstance(options, DpoOptions):
+        yield "reference", options.loss != "simpo", "another loss than simpo, which has no reference"
+        for name, loss in (("label_smoothing", "dpo"), ("margin", "simpo")):
+            yield name, options.loss == loss, f"loss={loss}"
+        yield "desirable_weight undesirable_weight", options.loss == "kto", "loss=kto"
+
+
 def mistakes(options: FileOptions) -> Iterator[str]:
     """Yield what excludes each other among the options of a recipe."""
     if options.epochs is not None and "steps" in options.model_fields_set:
         yield f"epochs={options.epochs:g} and steps={options.steps} both say how long the run is; give one"
     if options.epochs is not None and options.data.shuffle_buffer:
         yield f"epochs={options.epochs:g} counts rows, which data.shuffle_buffer streams; give steps instead"
-    defaults = {leaf.name: leaf.field.default for leaf in options.leaves()}
-    for name, needed in (
-        *((name, "evaluation.dataset") for name in ("evaluation.keep_best", "evaluation.every")),
-        ("keep", "save_every"),
-    ):
-        if not options.value(needed) and options.value(name) != defaults[name]:
-            yield f"{name}={options.value(name)} needs {needed}; give that, or leave {name} out"
-    if (count := options.engine.num_labels) not in (None, 1) and options.learned not in ("labels", "steps"):
-        yield f"engine.num_labels={count} needs rl-train reward --rows labels or steps; leave it out"
-    if isinstance(options, DpoOptions):
-        of_loss = {"label_smoothing": "dpo", "margin": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-        for name, loss in of_loss.items():
-            if options.loss != loss and options.value(name) != defaults[name]:
-                yield f"{name}={options.value(name)} needs loss={loss}; give that, or leave {name} out"
-        if options.loss == "simpo" and options.reference is not None:
-            yield f"loss=simpo has no reference; leave reference={options.reference} out"
+    for name, needed in options.without_effect(needs(options)):
+        yield f"{name}={options.value(name)} needs {needed}; give that, or leave {name} out"
     if isinstance(options, DistillOptions):
         mixes = options.divergence not in ("forward_kl", "reverse_kl")
         if mixes != (options.mixture is not None and 0 < options.mixture < 1):

@@ -5,6 +5,7 @@ Options of the packages below are the fields of their dataclasses; see `Nested`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -30,6 +31,10 @@ STEP_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "weight_decay", "max_grad_
 
 # The optimizer of a run, whose options that need no memory stay when it is resumed.
 Optimizer = Free[Annotated[OptimizerOptions, Nested(OptimizerOptions, fixed=("algorithm", *STEP_OF_OPTIMIZER))]]
+
+
+# Options by their whole names, whether they have an effect in a run, and the condition that gives them an effect.
+Needs = tuple[str, bool, str]
 
 
 class RunOptions(Options):
@@ -97,6 +102,13 @@ class RunOptions(Options):
         if any(name.startswith("engine.lora.") for name in values):
             values["engine.lora.seed"] = values.get("seed", cls.model_fields["seed"].default)
         return values
+
+    def without_effect(self, needs: Iterable[Needs]) -> Iterator[tuple[str, str]]:
+        """Yield the name of each option that is given and has no effect, and the condition that gives it one."""
+        defaults = {leaf.name: leaf.field.default for leaf in self.leaves()}
+        for names, holds, needed in needs:
+            given = (name for name in names.split() if self.value(name) != defaults[name])
+            yield from ((name, needed) for name in given if not holds)
 
     def grid_of(self, dims: str | None) -> ParallelDims:
         """Return the sizes of a model's grid; None: of the policy's grid."""
