@@ -293,21 +293,20 @@ def test_sampling_masks_stand_at_their_tokens(folders: dict[str, Path]) -> None:
 
 
 class Routing(Stub):
-    """Reports the experts of all tokens but the last, in all layers."""
+    """Reports the experts of all tokens but the last, in all layers; with `last_alone` those of the last response."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.last_alone = layers, False
 
     def begin(self, requests: Sequence[Request], sampling: SamplingOptions) -> Callable[[], Responses]:
         answers = super().begin(requests, sampling)()
-        return lambda: [
-            [
-                response._replace(routing=self.experts(len(request.prompt) + len(response.tokens) - 1))
-                for response in row
-            ]
-            for request, row in zip(requests, answers, strict=True)
-        ]
+        for request, row in zip(requests, answers, strict=True):
+            for number, response in enumerate(row):
+                if not self.last_alone or response is answers[-1][-1]:
+                    experts = self.experts(len(request.prompt) + len(response.tokens) - 1)
+                    row[number] = response._replace(routing=experts)
+        return lambda: answers
 
     def experts(self, tokens: int) -> Tensor:
         first = torch.arange(tokens * self.layers).view(tokens, self.layers, 1) % 4
@@ -341,6 +340,11 @@ def test_reported_experts_are_replayed(tmp_path: Path) -> None:
     assert Models(WholeBatches(actor)).routing_difference(plain.with_fields(routing=recorded), options) == 0
     assert torch.equal(replayed, actor.log_probs(complete_routing).log_probs)
     assert not torch.equal(replayed, actor.log_probs(plain).log_probs)
+    engine.last_alone = True
+    partial = EngineOnRanks(actor, tmp_path, lambda: engine).generate([[1, 2], [3, 4, 5]], SamplingOptions(3, n=2))
+    none, *_, last = partial.split("routing")
+    assert (none == -1).all()
+    assert torch.equal(last, batch.split("routing")[-1])
     for wrong, reported in (
         (engine.experts(9), r"\[9, 3, 2\] for a sequence of 8"),
         (Routing(5).experts(2), "of 3 layers, 2"),

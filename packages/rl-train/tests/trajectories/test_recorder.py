@@ -344,6 +344,12 @@ def test_a_sample_has_all_that_its_calls_report(codecs: Codecs) -> None:
     first_call = Recorder(Prompt([1], {}, 1), codecs(CHATML), 99)
     first_call.record(first_call.ids([2, 3]), part_of(responses[0]))
     assert batch_of(first_call.samples)[ROUTING][:, 0, 0].tolist() == [100, 102, 104, -1]
+    # A call that reports no experts, or those of fewer tokens, takes none away.
+    for reported in (None, routing[:2], torch.arange(18, dtype=torch.int16).view(9, 2, 1)):
+        first_call.record(first_call.ids([*first_call.samples[0].tokens, 4]), Part([9], {}, reported))
+        known = batch_of(first_call.samples)[ROUTING][:, 0, 0].tolist()
+        further = [-1] * len(known[3:]) if reported is None or len(reported) == 2 else [*range(6, 18, 2), -1]
+        assert known == [100, 102, 104, *further]
 
 
 def test_log_probs_of_all_samples_are_those_of_the_model(chat_model: Path) -> None:

@@ -188,7 +188,7 @@ class EngineOnRanks:
             self._local.sleep()
         answers = [iter(responses_by_rank[rank] or []) for rank in self._ranks]
         sequences, log_probs, lengths, kept = list[list[int]](), list[Tensor](), list[int](), list[list[int]]()
-        versions, steps, routing = list[list[int]](), list[Tensor](), list[Tensor]()
+        versions, steps, routing = list[list[int]](), list[Tensor](), list[Tensor | None]()
         for number, row in enumerate(request.prompt for request in requests):
             for response in next(answers[number % len(answers)]):
                 sequences.append(row + response.tokens)
@@ -196,12 +196,15 @@ class EngineOnRanks:
                 versions.append([-1] * len(row) + (response.versions or [version] * len(response.tokens)))
                 lengths.append(len(response.tokens))
                 steps.append(torch.zeros(len(sequences[-1])).index_fill(0, torch.tensor(len(row)), response.steps))
-                if response.routing is not None:
-                    routing.append(_padded_routing(response.routing, len(sequences[-1]), self._routed))
+                routing.append(response.routing)
                 kept += [*([] for _ in row), *(response.kept or [])]
         fields: dict[str, Any] = {"log_probs": log_probs, VERSION: versions}
         fields |= {DECODING_STEPS: steps} if all(row.any() for row in steps) else {}
-        fields |= {ROUTING: routing} if routing else {}
+        if (reported := next((row for row in routing if row is not None), None)) is not None:
+            rows = (reported[:0] if row is None else row for row in routing)
+            fields[ROUTING] = [
+                _padded_routing(row, len(tokens), self._routed) for row, tokens in zip(rows, sequences, strict=True)
+            ]
         visual_of_responses = tuple(inputs for inputs in visual for _ in range(sampling.n))
         return Batch.from_sequences(
             sequences,

@@ -83,12 +83,14 @@ def joined_routing(earlier: Tensor | None, newest: Tensor | None) -> Tensor | No
     """Return the experts of a sequence from those that an earlier call and the newest call report.
 
     The earlier call's stand where it reports them, since it drew its tokens with them. The newest call adds the experts
-    of the tokens behind, and of the last token that the earlier call drew: that token was not computed then (-1).
+    of the tokens behind, and of the last token that the earlier call drew: that token was not computed then (-1). A
+    call that reports none, or those of fewer tokens, takes none away; the routers choose for tokens without experts.
     """
     if earlier is None or newest is None:
-        return newest
-    begin = newest[: len(earlier)]
-    return torch.cat([torch.where(earlier < 0, begin, earlier)[: len(begin)], newest[len(earlier) :]])
+        return newest if earlier is None else earlier
+    shared = min(len(earlier), len(newest))
+    experts = torch.where(earlier[:shared] < 0, newest[:shared], earlier[:shared])
+    return torch.cat([experts, earlier[shared:], newest[shared:]])
 
 
 def part_of(response: Response) -> Part:
