@@ -151,6 +151,9 @@ def test_routing(model: Path) -> None:
     response = drawn.response()
     assert response[:4] == ([7, 7], [-0.5, -0.5], None, [3, 3])
     assert torch.equal(response.routing, torch.arange(12, dtype=torch.int16).view(3, 2, 2))  # type: ignore[arg-type]
+    flat.logprobs = [float("nan")]
+    with pytest.raises(ValueError, match="vLLM gives token 3 of a response the log-prob nan: the model has diverged"):
+        drawn.add(SimpleNamespace(token_ids=[7], logprobs=flat, routed_experts=None), 3)
     with pytest.raises(ValueError, match=r"routing=True is for pp=1, and dims=.*pp=2"):
         Vllm(model, routing=True, dims=ParallelDims(pp=2))
 

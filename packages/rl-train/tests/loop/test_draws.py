@@ -329,6 +329,34 @@ def test_an_engine_that_dies_is_raised_in_the_step_that_needs_its_responses(make
     assert [line["step"] for line in metrics(loop)] == [1, 2], "the third draw is asked for in step 2, for step 3"
 
 
+class Broken(OnOtherDevices):
+    """Gives the second token of the fourth response to the second draw a log-prob that is not finite."""
+
+    log_prob, token = float("nan"), -1
+
+    def generate(self, prompts: Sequence[Tensor | Sequence[int]], sampling: SamplingOptions) -> Batch:
+        batch = super().generate(prompts, sampling)
+        if len(vars(self)["drawn"]) == 2:
+            place = int((batch.mask & (batch.sequence_ids == 3)).nonzero()[1])
+            batch["log_probs"][place], self.token = self.log_prob, int(batch.tokens[place])
+        return batch
+
+
+@pytest.mark.parametrize(("log_prob", "staleness"), [(float("nan"), 0), (float("-inf"), 1)])
+def test_a_log_prob_that_is_not_finite_is_named(make: Make, log_prob: float, staleness: int) -> None:
+    loop = make(Broken, staleness=staleness)
+    engine = loop.recipe.rollouts
+    engine.log_prob = log_prob
+    row = loop.recipe.checked_run.mixture().take(2 * PROMPTS)[PROMPTS + 1][1]
+    with pytest.raises(ValueError, match=r"check the weights and the dtype of the engine") as raised:
+        loop.run()
+    error = (
+        f"{row.place}: rollouts=native gives token 2 of response 2, the id {engine.token}, the log-prob {log_prob}, "
+    )
+    assert str(raised.value).startswith(error)
+    assert [line["step"] for line in metrics(loop)] == [1]
+
+
 class Losing:
     """Loses its weights at the third draw; keeps a number of the weights of each weight sync and each draw."""
 

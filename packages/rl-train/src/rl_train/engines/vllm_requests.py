@@ -131,10 +131,12 @@ class DrawnTokens:
             self._routing = torch.as_tensor(output.routed_experts).to(torch.int16)
         flat = output.logprobs
         log_probs = [flat.logprobs[start] for start in flat.start_indices]
-        if not all(map(math.isfinite, log_probs)):
-            raise ValueError(
-                "vLLM gives NaN or infinite log-probs: the model has diverged, or its checkpoint is broken"
-            )
+        for number, log_prob in enumerate(log_probs, len(self._log_probs) + 1):
+            if not math.isfinite(log_prob):
+                raise ValueError(
+                    f"vLLM gives token {number} of a response the log-prob {log_prob}: the model has diverged, or its "
+                    "checkpoint is broken"
+                )
         self._log_probs += [math.nan] * len(log_probs) if self._unknown else log_probs
         if self._kept is not None:
             self._kept += [

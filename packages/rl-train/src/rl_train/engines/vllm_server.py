@@ -366,8 +366,12 @@ def _response(choice: dict[str, Any], request: Request, sampling: SamplingOption
         raise RuntimeError(f"the server ended a response with {choice['finish_reason']!r}; does another user pause it?")
     if len(log_probs) != len(tokens):
         raise RuntimeError(f"the server has {len(log_probs)} log-probs for {len(tokens)} tokens")
-    if not all(math.isfinite(value) and value > _MINUS_INFINITY for value in log_probs):
-        raise RuntimeError("the server gives NaN or infinite log-probs: the model has diverged")
+    for number, log_prob in enumerate(log_probs, start=1):
+        if not (math.isfinite(log_prob) and log_prob > _MINUS_INFINITY):
+            raise RuntimeError(
+                f"the server gives token {number} of a response the log-prob {log_prob}, NaN or infinite: the model "
+                "has diverged"
+            )
     kept = [_kept(row) for row in choice["logprobs"]["top_logprobs"]] if sampling.keep_sampling_mask else None
     return Response(tokens, log_probs, kept)
 

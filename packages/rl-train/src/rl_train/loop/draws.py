@@ -27,6 +27,7 @@ from rl_train.loop.checked_run import CheckedRun
 from rl_train.loop.environment_turns import EnvironmentTurns
 from rl_train.loop.environment_turns_in_flight import EnvironmentTurnsInFlight
 from rl_train.rewards.function import Rewards
+from rl_train.trajectories.episodes import episode_ids
 from rl_train.trajectories.samples import with_images
 
 # (prompts, sampling) -> the responses, `sampling.n` to each prompt.
@@ -183,7 +184,7 @@ class Draws:
     def take(self, step: int) -> Drawn:
         """Return the responses of a step, or raise the engine's error; ask for the responses of later steps."""
         draw = self._ahead.popleft() if self._ahead else self._next(self._of_step)
-        drawn = _drawn(draw)
+        drawn = self._drawn(draw)
         options = self.checked_run.options
         while len(self._ahead) < min(options.rollouts.staleness, options.steps - step):
             self._ahead.append(self._next(self._of_step))
@@ -191,7 +192,7 @@ class Draws:
 
     def more(self, count: int) -> Drawn:
         """Return responses to `count` further prompts, drawn with the weights of this moment."""
-        return _drawn(self._next(count))
+        return self._drawn(self._next(count))
 
     def observe(self, prompts: Sequence[Prompt], scores: Tensor) -> None:
         """Tell the curriculum the scores `[prompts, n]` of the responses to prompts."""
@@ -208,7 +209,7 @@ class Draws:
                 continue
             # A future may draw in its first `result`. The step that takes the responses raises its error.
             with suppress(Exception):
-                batch = _drawn(draw).batch
+                batch = self._drawn(draw).batch
                 if getattr(draw.responses, "drawn_anew", False):
                     batch = batch.with_fields(**{VERSION: torch.where(batch.mask, version, -1)})
                 oldest = int(batch[VERSION][batch.mask].min())
@@ -224,6 +225,31 @@ class Draws:
         draw = self._ask(self.position, [replace(prompt, key=key) for key, prompt in rows])
         self.position += count
         return draw
+
+    def _drawn(self, draw: Draw) -> Drawn:
+        """Wait for the responses of a draw; all come from its version where the engine does not say otherwise.
+
+        Raises:
+            ValueError: The log-prob of a drawn token is not finite.
+        """
+        batch = draw.responses.result()
+        log_probs = batch.fields.get("log_probs", torch.zeros(()))
+        for place in (batch.mask & ~log_probs.isfinite()).nonzero()[:1, 0].tolist():
+            raise ValueError(self._broken(draw.prompts, batch, place))
+        if VERSION not in batch.fields:
+            batch = batch.with_fields(**{VERSION: torch.where(batch.mask, draw.version, -1)})
+        return Drawn(draw.prompts, batch)
+
+    def _broken(self, prompts: Sequence[Prompt], batch: Batch, place: int) -> str:
+        """Return the error of the drawn token at a place of a batch, whose log-prob is not finite."""
+        number, episodes = int(batch.sequence_ids[place]), episode_ids(batch)
+        token = int(batch.mask[: place + 1][batch.sequence_ids[: place + 1] == number].sum())
+        prompt, response = divmod(int(episodes[number]), (int(episodes[-1]) + 1) // len(prompts))
+        return (
+            f"{prompts[prompt].place}: rollouts={self.checked_run.options.rollouts.engine} gives token {token} of "
+            f"response {response + 1}, the id {int(batch.tokens[place])}, the log-prob {batch['log_probs'][place]:g}, "
+            "from which nothing can be learned; check the weights and the dtype of the engine"
+        )
 
     def _ask(self, position: int, prompts: list[Prompt]) -> Draw:
         options = self.checked_run.options
@@ -267,7 +293,7 @@ class DrawsInFlight(Draws):
         chosen = set(self._once(lambda: self._choose(count)))
         draws = [draw for number, draw in enumerate(self._ahead) if number in chosen]
         self._ahead = deque(draw for number, draw in enumerate(self._ahead) if number not in chosen)
-        prompts, batches = zip(*map(_drawn, draws), strict=True)
+        prompts, batches = zip(*map(self._drawn, draws), strict=True)
         return Drawn([prompt for of_draw in prompts for prompt in of_draw], Batch.concatenate(batches))
 
     def _choose(self, count: int) -> list[int]:
@@ -305,14 +331,6 @@ class DrawsInFlight(Draws):
             return draw.version
         version: int | None = drawing.version()
         return self._step - 1 if version is None else version
-
-
-def _drawn(draw: Draw) -> Drawn:
-    """Wait for the responses of a draw; all come from the draw's version where the engine does not say otherwise."""
-    batch = draw.responses.result()
-    if VERSION not in batch.fields:
-        batch = batch.with_fields(**{VERSION: torch.where(batch.mask, draw.version, -1)})
-    return Drawn(draw.prompts, batch)
 
 
 def done(batch: Batch) -> Future[Batch]:
