@@ -126,8 +126,10 @@ class Endpoint:
         return self.request("POST", path, key, content=body if isinstance(body, bytes) else json.dumps(body), **options)
 
     def request(self, method: str, path: str, key: str | None = None, **options: Any) -> Any:
+        """Return the answer to a request, or raise what uvicorn would print."""
+
         async def run() -> Any:
-            transport = httpx2.ASGITransport(self.gateway.app(), raise_app_exceptions=False)
+            transport = httpx2.ASGITransport(self.gateway.app())
             headers = {"authorization": f"Bearer {self.session.key if key is None else key}"}
             headers |= options.pop("headers", {})
             async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:

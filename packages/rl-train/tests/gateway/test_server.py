@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -479,6 +480,28 @@ def test_log_probs_that_are_not_finite(tokenizer: TextCodec, path: str, log_prob
         assert stream or reply.status_code == 500
         assert f"with the log-prob {log_prob}," in endpoint.session.failed
         assert (endpoint.record.recorded, endpoint.session.tokens) == ([], 0)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_is_a_line_of_the_log(
+    tokenizer: TextCodec, capsys: pytest.CaptureFixture[str], path: str, stream: bool
+) -> None:
+    """The client gets it, and the server has none to print; an error of the endpoint's own is not logged."""
+
+    class Broken(Script):
+        def submit(self, request: Any, sampling: Any) -> Any:
+            raise RuntimeError("the engine\nis gone")
+
+    endpoint = Endpoint(tokenizer, lambda prompt: "x", script=Broken)
+    reply = endpoint.post(path, body(stream=stream, max_tokens=5))
+    assert reply.status_code == (200 if stream else 500)
+    assert r"RuntimeError: the engine\nis gone" in reply.text
+    (line,) = capsys.readouterr().err.splitlines()
+    kind = "chatcmpl" if path == CHAT else "msg"
+    assert re.fullmatch(rf"the call {kind}\S+ failed by RuntimeError: the engine is gone", line)
+    assert endpoint.post(path, body(max_tokens=0)).status_code == 400
+    assert capsys.readouterr().err == ""
 
 
 def test_answers_are_json_that_any_client_reads(tokenizer: TextCodec) -> None:

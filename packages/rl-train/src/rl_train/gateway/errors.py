@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 # The field "type" of an error with this HTTP status.
@@ -23,9 +24,13 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
 
     @classmethod
-    def of(cls, error: Exception) -> ApiError:
-        """Return an error of the endpoint's own in this form."""
-        return error if isinstance(error, ApiError) else cls(500, f"{type(error).__name__}: {error}")
+    def of(cls, error: Exception, call: str) -> ApiError:
+        """Return an error in this form. Another one, such as the engine's, is logged in a line with the call's id."""
+        if isinstance(error, ApiError):
+            return error
+        message = f"{type(error).__name__}: {error}"
+        logging.getLogger(__name__).error("the call %s failed by %s", call, " ".join(message.split()))
+        return cls(500, message)
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of the answer."""

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -149,15 +149,23 @@ class Gateway:
             if isinstance(error, HTTPException):
                 message = f"{request.method} {path!r:.100} is not served; give one of {_SERVED}"
                 error = ApiError(error.status_code, message)
-            answered = ApiError.of(error)
+            answered = ApiError.of(error, getattr(request.state, "call", path))
             form = Messages if path.startswith("/v1/messages") else Dialect
             return _json(form.error(answered), answered.status)
 
-        calls = {path: partial(self._answer, dialect) for path, dialect in _DIALECTS.items()}
-        routes: list[Any] = [Route(path, call, methods=["POST"]) for path, call in calls.items()]
-        routes += [Route(_REWARD, self._reward, methods=["POST"])]
-        routes += [Route(path, self._models, methods=["GET"]) for path in (_MODELS, _MODELS + "/{model:path}")]
-        handlers: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, Exception), failed)
+        def route(path: str, serve: Callable[[Request], Awaitable[Response]], method: str) -> Route:
+            async def answer(request: Request) -> Response:
+                try:
+                    return await serve(request)
+                except Exception as error:  # Starlette would answer, and raise it again for uvicorn to print
+                    return await failed(request, error)
+
+            return Route(path, answer, methods=[method])
+
+        routes: list[Any] = [route(path, partial(self._answer, of), "POST") for path, of in _DIALECTS.items()]
+        routes += [route(_REWARD, self._reward, "POST")]
+        routes += [route(path, self._models, "GET") for path in (_MODELS, _MODELS + "/{model:path}")]
+        handlers: dict[Any, Any] = {HTTPException: failed}
         return Starlette(routes=[*routes, Mount(_PREFIX, routes=routes)], exception_handlers=handlers)
 
     def _session(self, request: Request) -> Session:
@@ -196,6 +204,7 @@ class Gateway:
     async def _answer(self, dialect: type[Dialect], request: Request) -> Response:
         session = self._session(request)
         call = dialect(await self._body(request), self._sampler.codec, session)
+        request.state.call = call.id
         _check_model(call.model)
         overridden = call.sampled.check(session.sampling) + call.overridden
         with session.going_on():
@@ -317,7 +326,7 @@ async def _stream(
                 async for later in events:
                     yield _text(later)
             except Exception as error:
-                yield _text([call.late_error(ApiError.of(error))])
+                yield _text([call.late_error(ApiError.of(error, call.id))])
             else:
                 yield call.last_event
 
