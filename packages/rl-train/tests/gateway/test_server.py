@@ -351,6 +351,43 @@ def test_other_mistakes(tokenizer: TextCodec) -> None:
     assert not endpoint.script.requests
 
 
+FUNCTION = TOOL["function"]
+ONE_CALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    CHAT: (body(tools=[TOOL]), {"parallel_tool_calls": False}),
+    "/v1/responses": (
+        {"model": "policy", "input": [QUESTION], "tools": [{"type": "function", **FUNCTION}]},
+        {"parallel_tool_calls": False},
+    ),
+    "/v1/messages": (
+        body(max_tokens=200, tools=[{"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}]),
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ONE_CALL)
+def test_a_client_that_takes_one_call_of_a_tool_gets_the_first(tokenizer: TextCodec, path: str) -> None:
+    """The sample has all tokens as they were drawn, and the next request goes on with it."""
+    endpoint = Endpoint(tokenizer, lambda prompt: CALL + CALL.replace("6", "7"))
+    values, one_call = ONE_CALL[path]
+    several, one = (endpoint.post(path, values | further).text for further in ({}, one_call))
+    assert ["7}" in reply.replace("\\", "") for reply in (several, one)] == [True, False]
+    assert ("parallel_tool_calls" in one) == (path == "/v1/responses") == ('"parallel_tool_calls":false' in one)
+    all_shown, first_shown = endpoint.record.recorded
+    assert len(all_shown.answer["tool_calls"]) == 2
+    assert first_shown.part.tokens == all_shown.part.tokens
+    (call,) = first_shown.answer["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": 6}'
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+    assert endpoint.record.chat([QUESTION, first_shown.answer, result], [TOOL]).parent is endpoint.record.calls[1]
+
+
+def test_options_of_thoughts_are_refused_with_the_fix(tokenizer: TextCodec) -> None:
+    endpoint = Endpoint(tokenizer, lambda prompt: "x")
+    message = endpoint.post(CHAT, body(reasoning_effort="low")).json()["error"]["message"]
+    assert message.startswith("reasoning_effort='low' is not offered here; leave it out: the chat template decides")
+
+
 def test_tools_that_the_template_drops_are_refused(tmp_path: Path) -> None:
     from ..data.chat_families import NO_TOOLS, save_tokenizer
 

@@ -32,8 +32,9 @@ class Messages(ItemDialect):
             for number, message in enumerate(body.messages)
             for new in _messages(message, number)
         ]
-        tools, tool_choice = [_tool(tool) for tool in body.tools or ()], (body.tool_choice or {}).get("type")
-        self._take_chat([*system, *messages], tools, tool_choice)
+        tools, choice = [_tool(tool) for tool in body.tools or ()], body.tool_choice or {}
+        several_calls = not choice.get("disable_parallel_tool_use")
+        self._take_chat([*system, *messages], tools, choice.get("type"), several_calls)
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """See `Dialect`."""

@@ -34,6 +34,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 
+# The fix for fields about thoughts, in place of a value that is accepted.
+_OF_THOUGHTS = ("reasoning", "reasoning_effort", "thinking")
+_DECIDES = "leave it out: the chat template decides whether the policy thinks, and max_new_tokens for how long"
+
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -116,6 +120,7 @@ class ChatBody(Answered):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: Flag = True
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
 
@@ -128,6 +133,7 @@ class ResponsesBody(Named):
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: Flag = True
     max_output_tokens: Count | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     n: Literal[1] | None = None
@@ -202,10 +208,9 @@ def read(kind: type[Body], values: Any, place: str = "") -> Body:
         if isinstance(value, dict):
             value = {key: entry for key, entry in value.items() if entry is not None}
         if value not in _NEUTRAL[name]:
-            allowed = " or ".join(map(repr, _NEUTRAL[name])) or "no value"
-            raise unsupported(
-                place + name, f"{place}{name}={value!r:.100} is not offered here; give {allowed}, or leave it out"
-            )
+            allowed = "".join(f"give {neutral!r}, or " for neutral in _NEUTRAL[name])
+            fix = _DECIDES if name in _OF_THOUGHTS else f"{allowed}leave it out"
+            raise unsupported(place + name, f"{place}{name}={value!r:.100} is not offered here; {fix}")
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -38,9 +38,17 @@ class ChatDialect(Dialect):
         return "tool_calls" if choice.finish and "tool_calls" in self.message(choice) else choice.finish
 
     def _take_chat(
-        self, messages: Sequence[PlacedMessage], tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
+        self,
+        messages: Sequence[PlacedMessage],
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: Any,
+        several_calls: bool,
     ) -> None:
-        """Take the chat; a choice that forces a call has no effect; tools that the template drops are refused."""
+        """Take the chat; a choice that forces a call has no effect; tools that the template drops are refused.
+
+        Without `several_calls` the client gets the first call of an answer. The sample keeps the others as drawn.
+        """
+        self._several_calls = several_calls
         if tool_choice in ("required", "any"):
             self.overridden.append("tool_choice")
         elif tool_choice not in (None, "auto", "none"):
@@ -61,7 +69,10 @@ class ChatDialect(Dialect):
             return {"role": "assistant", "content": choice.text}
         raw = self.codec.decode(choice.response.tokens, special=True)
         number = f"{hashed_seed(self.id, choice.index, size=3):06x}"
-        return answer(choice.text, raw, self._format, number, thinking=self.codec.thinking(self.recorded.tokens))
+        message = answer(choice.text, raw, self._format, number, thinking=self.codec.thinking(self.recorded.tokens))
+        if not self._several_calls:
+            del message.get("tool_calls", [])[1:]
+        return message
 
     @cached_property
     def _format(self) -> str:
@@ -128,7 +139,7 @@ class Chat(Completions, ChatDialect):
                     "tools", f"the tool {tool!r:.100} is no function with a name; only functions are offered"
                 )
         messages = [(f"messages[{number}]", message) for number, message in enumerate(body.messages)]
-        self._take_chat(messages, body.tools, body.tool_choice)
+        self._take_chat(messages, body.tools, body.tool_choice, body.parallel_tool_calls)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         return self._entry(choice, 0) | {"message": {**self.message(choice), "refusal": None}}

@@ -16,7 +16,7 @@ from rl_train.gateway.messages import PlacedMessage
 _KINDS = {"message": "output_text", "function_call": "function_call_arguments"}
 # The part of an item with a text, and the fields of a response, at the beginning.
 _TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-_FIXED: dict[str, Any] = {"object": "response", "error": None, "incomplete_details": None, "parallel_tool_calls": True}
+_FIXED: dict[str, Any] = {"object": "response", "error": None, "incomplete_details": None}
 _FIXED |= {"text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {}, "usage": None}
 _DETAILS = {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
 _DETAILS |= {"output_tokens_details": {"reasoning_tokens": 0}}
@@ -47,7 +47,8 @@ class Responses(ItemDialect):
         items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         earlier = [("previous_response_id", message) for message in self.session.conversations.get(previous, ())]
         history = [*earlier, *_messages(items)]
-        self._take_chat([*instructions, *history], [_tool(tool) for tool in body.tools or ()], body.tool_choice)
+        tools = [_tool(tool) for tool in body.tools or ()]
+        self._take_chat([*instructions, *history], tools, body.tool_choice, body.parallel_tool_calls)
         self._history = self.messages[len(instructions) :]
 
     def reply(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -78,7 +79,8 @@ class Responses(ItemDialect):
 
     def _response(self, status: str) -> dict[str, Any]:
         body, sampling = self._body, self.session.sampling
-        values = body.model_dump(include={"model", "instructions", "max_output_tokens", "previous_response_id"})
+        fields = {"model", "instructions", "max_output_tokens", "previous_response_id", "parallel_tool_calls"}
+        values = body.model_dump(include=fields)
         values |= {"id": self.id, "created_at": self.created, "status": status, "output": []}
         tools = {"tool_choice": body.tool_choice or "auto", "tools": body.tools or []}
         return _FIXED | values | tools | {"temperature": sampling.temperature, "top_p": sampling.top_p}
