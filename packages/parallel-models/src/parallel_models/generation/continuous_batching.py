@@ -61,7 +61,8 @@ class ContinuousBatching:
         prompts: The prompt of each of the R responses, on the device. Equal prompts are computed once.
         uniforms: `[R, L]`, the number that decides each token, whenever and wherever it is drawn.
         limits: Maximum number of tokens of each response, at most L.
-        max_tokens: Maximum number of prompt tokens in one forward pass.
+        max_tokens: Maximum number of prompt tokens in one forward pass; a longer prompt with images has a pass of its
+            own.
         multiple_of: A divisor of the tokens of a pass, and of the slots of each group of `StageRing`.
         together: Ranks that run every forward pass together, because they share experts.
         visual, offsets: The images of each response's prompt, and the offset of `Engine.prompt_images`; empty without.

@@ -97,7 +97,8 @@ class Worker(TrainedModel):
             backend: One of `rl_models.backends.BACKENDS`.
             dims, device, mesh: The grid, see `Grid.build` (default: one rank).
             optimizer: The options of the optimizer (default: `OptimizerOptions()`, with a warning at the first update).
-            max_tokens_per_micro_batch: The largest number of tokens in one forward pass.
+            max_tokens_per_micro_batch: The largest number of tokens in one forward pass. `generate` computes a prompt
+                with images in one pass, also a longer one.
             **options: Fields of `parallel_models.EngineOptions` and `rl_models.backends.BackendOptions`.
 
         Raises:
