@@ -76,8 +76,8 @@ def least_logits(
     Args:
         logits_NV: `[N, V]` of `wide_logits`, not divided by the temperature.
         group: The ranks that hold equal parts of the vocabulary. Communication: for min-p and top-p an all-reduce
-            `[N]`; for top-k an all-gather `[N, min(top_k, V)]`; for top-p all-reduces of at most `[N, 16]` int64, 8
-            for fp32 and 16 for fp64; by Triton 12.
+            `[N]`; for top-k an all-gather `[N, min(top_k, V)]`; for top-p 8 all-reduces of `[N, 16]` int64 (16 of them
+            for fp64), by Triton 8 of `[N, 4]` and 4 of `[N, 16]`.
     """
     ranks = group if async_collectives.is_sharded(group) else None
     least_N = logits_NV.new_full(logits_NV.shape[:1], -math.inf)
