@@ -15,7 +15,8 @@ from PIL import Image
 
 from rl_train.data import prompts as prompts_module
 from rl_train.data.images import load_images
-from rl_train.data.prompts import Prompt, read_prompts
+from rl_train.data.mixture import read_sources
+from rl_train.data.prompts import Prompt, PromptReader, read_prompts
 from rl_train.data.sources import is_folder
 
 
@@ -95,6 +96,31 @@ def test_images_of_a_saved_dataset_are_relative_to_its_folder(
     asked.clear()
     read_prompts(source, model, 50, rows=rows[:1])
     assert asked == []
+
+
+@pytest.mark.parametrize("base", ["memory://seen", None])
+def test_images_of_a_pattern_are_relative_to_their_own_file(
+    model: Path, tmp_path: Path, upload: Callable[[Path, str], None], base: str | None
+) -> None:
+    """Also where a window of rows is read again, and where a file has no rows."""
+    for folder, colour, count in (("a", "red", 2), ("b", "red", 0), ("c", "blue", 3)):
+        (tmp_path / folder).mkdir()
+        save_pictures(tmp_path / folder)[colour].rename(tmp_path / folder / "one.png")
+        row = json.dumps({"messages": question(path="one.png")})
+        (tmp_path / folder / "rows.jsonl").write_text(f"{row}\n" * count)
+    upload(tmp_path, "memory://seen")
+    source, reader = Path(f"{base or tmp_path}/*/rows.jsonl"), PromptReader(model)
+    chats = [prompt.chat for prompt in read_sources(reader, [source])[0]]
+    red, _, blue, *_ = images = load_images(chats)
+    assert red is not None
+    assert blue is not None
+    assert [one is not None and one.digest for one in images] == [red.digest] * 2 + [blue.digest] * 3
+    assert red.digest != blue.digest
+    for start, digest in ((3, blue.digest), (1, red.digest)):
+        prompt = reader.read(source, *next(reader.rows(source, start=start)))
+        (one,) = load_images([prompt.chat])
+        assert one is not None
+        assert one.digest == digest
 
 
 def test_lines_of_a_file_and_the_system_prompt(model: Path, tmp_path: Path) -> None:

@@ -89,7 +89,13 @@ class RowReader:
     def rows(self, source: Path, rows: Iterable[Any] | None = None, start: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield the number and the fields of each row; see `read_rows`."""
         _ = self._vocab_size  # a wrong checkpoint is an error before any row
-        return read_rows(source, self._codec, self.columns, self.kinds, rows, start)
+        files = self._files.setdefault(source, {})
+        return read_rows(source, self._codec, self.columns, self.kinds, rows, start, files)
+
+    @cached_property
+    def _files(self) -> dict[Path, dict[int, Path]]:
+        """Return the files of each source that are read so far, by the number of rows before them."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class PromptReader(RowReader):
     def read(self, source: Path, number: int, row: Any) -> Prompt:
         """Return the prompt of a row; ValueError, which names the row, for a wrong one."""
         try:
-            tokens, row, chat = _parse(row, self._codec, partial(self._base, source))
+            tokens, row, chat = _parse(row, self._codec, partial(self._base, source, number))
             of_teacher = (
                 None if self.teacher is None else _parse_teacher(row, self.teacher, self._codec, seen=chat is not None)
             )
@@ -114,11 +120,13 @@ class PromptReader(RowReader):
             raise ValueError(f"{place(source, number)}: {error}") from None
         return Prompt(tokens, row, number, chat, of_teacher, source)
 
-    def _base(self, source: Path) -> Path:
-        """Return the folder at which relative paths of images begin; a store is asked once for each source."""
-        if source not in self._bases:
-            self._bases[source] = source if is_folder(source) else source.parent
-        return self._bases[source]
+    def _base(self, source: Path, number: int) -> Path:
+        """Return the folder at which relative paths of a row's images begin; a store is asked once for each file."""
+        files = self._files.get(source, {})
+        file = files.get(max((before for before in files if before < number), default=-1), source)
+        if file not in self._bases:
+            self._bases[file] = file if is_folder(file) else file.parent
+        return self._bases[file]
 
     @cached_property
     def _bases(self) -> dict[Path, Path]:
@@ -152,7 +160,13 @@ def read_prompts(
 
 
 def read_rows(
-    path: Path, codec: TextCodec, columns: str, kinds: Set[str], rows: Iterable[Any] | None, start: int = 0
+    path: Path,
+    codec: TextCodec,
+    columns: str,
+    kinds: Set[str],
+    rows: Iterable[Any] | None,
+    start: int,
+    files: dict[int, Path],
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and the fields of each row; see `read_prompts` for the sources.
 
@@ -161,12 +175,13 @@ def read_rows(
         codec: The tokenizer.
         kinds: The fields that hold what a model reads; `columns` may give one of them in place of the others.
         start: The number of rows before the first one.
+        files: Takes each file of a source of several files, by the number of rows before it, when it is opened.
 
     Raises:
         ValueError: The source or a row cannot be read; the error names the row.
     """
     fields = parse_columns(columns)
-    for number, source_row in _rows_of(path, codec, start) if rows is None else python_rows(rows):
+    for number, source_row in _rows_of(path, codec, start, files) if rows is None else python_rows(rows):
         try:
             row = parse_json(source_row) if isinstance(source_row, bytes) else source_row
             if isinstance(row, Mapping):
@@ -194,15 +209,17 @@ def require_ids(tokens: Iterable[int], vocab_size: int) -> None:
         raise ValueError(f"token ids {outside[:3]} are outside the vocabulary of {vocab_size}")
 
 
-def _rows_of(path: Path, codec: TextCodec, start: int = 0) -> Iterator[Row]:
-    """Yield the rows of a source after the first `start` ones; rows of JSON lines are bytes."""
+def _rows_of(path: Path, codec: TextCodec, start: int, opened: dict[int, Path]) -> Iterator[Row]:
+    """Yield the rows of a source after the first `start` ones; rows of JSON lines are bytes.
+
+    `opened` takes the files of a source of several files, as `files` of `read_rows`.
+    """
     for source in (reasoning_gym, verifiers):
         if str(path).startswith(source.PREFIX):
             rows = source.rows(str(path), "messages" if codec.chats else "text")
             return islice(enumerate(rows, 1), start, None)
     if (files := files_of(str(path))) is not None:
-        rows = (row for file in files for _, row in _rows_of(file, codec))
-        return islice(enumerate(rows, 1), start, None)
+        return islice(_rows_of_files(files, codec, opened), start, None)
     if is_folder(path):
         return islice(dataset_rows(path), start, None)
     if Store.of(path) is None and not path.exists():
@@ -213,6 +230,15 @@ def _rows_of(path: Path, codec: TextCodec, start: int = 0) -> Iterator[Row]:
     if path.suffix == ".parquet":
         return parquet_rows(path, start)
     return islice((csv_rows if path.suffix == ".csv" else json_lines)(path), start, None)
+
+
+def _rows_of_files(files: Sequence[Path], codec: TextCodec, opened: dict[int, Path]) -> Iterator[Row]:
+    number = 0
+    for file in files:
+        opened[number] = file
+        for _, row in _rows_of(file, codec, 0, {}):
+            number += 1
+            yield number, row
 
 
 def vocabulary_size(folder: Path) -> int:
