@@ -104,22 +104,22 @@ def test_a_small_pool_gives_cached_blocks_up_and_puts_responses_off(llama: Path)
 
 
 def test_the_shortest_response_waits_when_the_pool_is_full(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the fewest tokens to compute again."""
-    engine, put_off = load(llama), list[tuple[int, int]]()
+    """It has the fewest tokens to compute again. The last prompt begins when the first one's response has ended."""
+    engine, put_off = load(llama), list[list[int]]()
     leave = ContinuousBatching._leave
 
     def spy(batching: ContinuousBatching, slots: Collection[int]) -> None:
         lengths = {slot: batching.drawn[response] for slot, response in batching._busy()}
-        put_off.extend((lengths[slot], min(lengths.values())) for slot in slots if batching.session.active[slot])
+        put_off.extend([lengths[slot], *lengths.values()] for slot in slots if batching.session.active[slot])
         leave(batching, slots)
 
     monkeypatch.setattr(ContinuousBatching, "_leave", spy)
     block = 2 * 2 * 2 * 8 * 4 * BLOCK
-    options: dict[str, Any] = {"max_length": 2 * BLOCK, "max_new_tokens": 2 * BLOCK - 9}
-    draw(engine, [tokens(1 + 8 * number, number) for number in range(2)], cache_gib=4.5 * block / 2**30, **options)
-    assert put_off
-    assert all(length == least for length, least in put_off)
-    assert any(least for _, least in put_off)
+    options: dict[str, Any] = {"max_length": 4 * BLOCK, "max_new_tokens": 2 * BLOCK + 8, "max_sequences": 3}
+    prompts = [tokens(length, length) for length in (230, 8, 9, 1)]
+    draw(engine, prompts, cache_gib=8.5 * block / 2**30, **options)
+    assert all(length == min(lengths) for length, *lengths in put_off)
+    assert any(0 < length < max(lengths) for length, *lengths in put_off)
     end_sessions()
 
 
