@@ -4,6 +4,7 @@
     python benchmarks/rollouts.py --engines ours transformers vllm --json rollouts.json
     python benchmarks/rollouts.py --step                           # a PPO step of an actor and a critic around it
     python benchmarks/rollouts.py --difference                     # the sampler's log-probs against `log_probs`
+    python benchmarks/rollouts.py --difference --folder MODEL      # the same for a real model, on a CPU too
     python benchmarks/rollouts.py --shape 8b --engines ours vllm   # one response to each of 128 prompts
     torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 30b-a3b --dims dp=2,ep=2 --trace
     torchrun --nproc-per-node 2 benchmarks/rollouts.py --shape 8b --dims pp=2 --sequences 128 256
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from kernel_times import kernel_times
 from measure import CUDA, DEVICE, ceilings, join_ranks, machine, synchronize, table, write_json
 from step import LLAMA_3_8B, randomise
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ckpt
 from parallel_layers import ModelConfig, ParallelDims
@@ -219,10 +220,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="Calls that are counted.")
     parser.add_argument("--step", action="store_true", help="Measure a whole PPO step of the 1B shape, too.")
     parser.add_argument("--difference", action="store_true", help="Compare the sampler's log-probs with training's.")
+    parser.add_argument("--folder", type=Path, help="With --difference: measure this checkpoint, and nothing else.")
     parser.add_argument("--tiny", action="store_true", help="A tiny model and few sequences.")
     parser.add_argument("--trace", action="store_true", help="Print the kernels of one call of ours.")
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
+    if args.folder is not None:
+        tokenizer = AutoTokenizer.from_pretrained(args.folder)
+        questions = [tokenizer.encode(f"Question: What is {n} plus {97 - n}? Explain.\nAnswer:") for n in range(16)]
+        found = differences(args.folder, questions, args.tokens or 256)
+        print(json.dumps(machine()))
+        columns = list(next(iter(found.values())))
+        print(
+            table(
+                ("", *columns), [(name, *(f"{row[column]:.3g}" for column in columns)) for name, row in found.items()]
+            )
+        )
+        write_json(args.json, differences=found)
+        return
     rank, _ = join_ranks()
     dims = ParallelDims.parse(args.dims)
     large = args.shape in LARGE
@@ -326,11 +341,14 @@ def write_model(folder: Path, shape: dict[str, Any], *, weights: bool) -> None:
 
 
 def differences(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, dict[str, float]]:
-    """Return how far the sampler's log-probs are from those of `log_probs`, by dtype, `exact` and `float8`."""
+    """Return how far the sampler's log-probs are from those of `log_probs`, by dtype, `exact` and `float8`.
+
+    The mean and the largest absolute difference, and the mean of exp(difference).
+    """
     from rl_models import Actor
 
     found = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32) if CUDA else (torch.float32,):
         actor = Actor.from_pretrained(folder, device=DEVICE, dtype=dtype)
         for how in ("fast", "exact", *FLOAT8):
             options = {} if how == "fast" else {how: True}
