@@ -80,7 +80,7 @@ def measure(folder: Path, work: Path, vocab_size: int, mode: str, args: argparse
             "engine": args.engine,
             "devices": "1" if CUDA else "cpu",
             "max_sequences": 8 * args.prompts,
-            "memory": 0.85,
+            **({"memory": 0.85} if args.engine == "vllm" else {}),
         },
         "stop_ids": ",".join(map(str, range(vocab_size // args.mean))),
         "learning_rate": 1e-6,
