@@ -160,10 +160,11 @@ def test_routing(model: Path) -> None:
 
 def test_tokens_have_the_version_of_the_weights_that_the_workers_have_taken(model: Path) -> None:
     """The version changes when all workers have the weights, and responses in flight stand still until then."""
-    engine, calls = Vllm(model, dtype="float32"), list[tuple[str, int]]()
+    engine, calls = Vllm(model, dtype="float32", stale_cache="recompute"), list[tuple[str, int]]()
 
     def kept(name: str) -> Any:
-        async def call(**_: Any) -> None:
+        async def call(**options: Any) -> None:
+            assert options == ({"mode": "keep", "clear_cache": True} if name == "pause" else {})
             calls.append((name, engine._version))
 
         return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ckpt.transfer import ShardCopy
-from rl_train.weight_sync.shard_exchange import ShardPlan, plans_of
+from rl_train.weight_sync.shard_exchange import ShardPlan, _Part, plans_of
 
 Box = tuple[tuple[int, int], ...]
 
@@ -113,3 +114,17 @@ def test_each_box_is_sent_once_and_arrives_everywhere(
     if relayed and ranks == 1 and most_bytes < 30_000:
         assert max(sent[senders:]) <= 1.2 * min(sent[senders:])
     assert any(sent[senders:]) == relayed
+
+
+def test_a_flipped_bit_of_a_round_is_seen() -> None:
+    plan = plans_of(copies_of(1, 1, 1), 1, 1, 30_000, check=True)[0]
+    peers: list[Any] = [SimpleNamespace(rendezvous=SimpleNamespace(rank=rank, size=2)) for rank in range(2)]
+    sent, received = (_Part.of_round(peer, plan.rounds[0], peer is peers[0], plan) for peer in peers)
+    data = torch.zeros(sent.length, dtype=torch.uint8)
+    sent.pack(data, lambda copy, values: values.fill_(1.5))
+    arrived = list[Tensor]()
+    received.unpack(data, lambda copy, values: arrived.append(values))
+    assert sum(map(len, arrived)) == sum(SIZES.values()) * 8
+    data[len(data) // 2] ^= 1
+    with pytest.raises(ValueError, match="arrived with other bits than were sent: the checksum of their round differs"):
+        received.unpack(data, lambda copy, values: None)
