@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--json", help="Write the figures to this file.")
     args = parser.parse_args()
     if args.folder is not None:
-        tokenizer = AutoTokenizer.from_pretrained(args.folder)
+        tokenizer = AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)
         questions = [tokenizer.encode(f"Question: What is {n} plus {97 - n}? Explain.\nAnswer:") for n in range(16)]
         found = differences(args.folder, questions, args.tokens or 256)
         print(json.dumps(machine()))
