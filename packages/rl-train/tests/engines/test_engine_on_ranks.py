@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from rl_models import Actor
 from rl_models.api import WholeBatches
 from rl_train.engines import EngineOnRanks, engine_on_ranks
 from rl_train.engines.interface import Request, Responses
+from rl_train.engines.process import load_into
+from rl_train.engines.vllm_worker import VllmWorker
 from rl_train.loop.models import Models
 from rl_train.weight_sync.buckets import (
     Bucket,
@@ -207,6 +210,26 @@ def test_an_engine_that_misses_a_bucket_refuses_until_a_whole_update(folders: di
         on_ranks.generate([[1]], SamplingOptions(1))
     on_ranks.update_weights(actor, 2)
     assert len(on_ranks.generate([[1]], SamplingOptions(1))) == 1
+
+
+@pytest.mark.parametrize("place", ["ranks", "process", "worker of vLLM"])
+def test_an_engine_that_leaves_tensors_refuses(folders: dict[str, Path], place: str) -> None:
+    """In a process of its own and in vLLM's workers they come from a receiver."""
+    actor, model, engine = Actor.from_pretrained(folders["llama"], device="cpu"), folders["llama"], Stub()
+    engine.load = lambda named_tensors: [next(named_tensors), None][1]  # type: ignore[method-assign]
+    second = [name for name, _ in actor.stream_weights()][1]
+    if place == "ranks":
+        with pytest.raises(RuntimeError, match=f"the engine did not take {second}"):
+            EngineOnRanks(actor, model, lambda: engine).update_weights(actor, 1)
+        return
+    receiver: Any = SimpleNamespace(receive=lambda message: actor.stream_weights())
+    if place == "process":
+        with pytest.raises(RuntimeError, match=f"the engine did not take {second}"):
+            load_into(engine, receiver, SimpleNamespace(shards=False))  # type: ignore[arg-type]
+        return
+    worker: Any = SimpleNamespace(rank=0, device=torch.device("meta"), _weight_receiver=receiver, _weights=engine)
+    error = pickle.loads(VllmWorker.receive_weights(worker, pickle.dumps([None])))
+    assert f"the engine did not take {second}" in str(error)
 
 
 def test_only_the_model_s_own_tensors_pass(folders: dict[str, Path]) -> None:
