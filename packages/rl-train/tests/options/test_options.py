@@ -276,7 +276,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path: Path, text: str, message: str) -
         ({"save_every": 0, "keep": 3}, "keep=3 needs a save_every above 0; give that, or leave keep out"),
         (
             {"prompts_per_step": 4, "samples": 2, "mini_batch": 9},
-            "mini_batch=9 needs at most the 8 responses of a step, prompts_per_step=4 x samples=2; give that, or leave",
+            "mini_batch=9 needs as many responses in a step, which has 8, prompts_per_step=4 x samples=2; give that",
         ),
         (
             {"rollouts": "http://a:1", "rollouts.cache_gib": 3.0},

@@ -33,8 +33,8 @@ def needs(options: TrainOptions) -> Iterator[Needs]:
     separate, ready = options.rollouts.devices is not None, engine in ("native", "vllm")
     apart = engine == "native" and separate
     product = f"prompts_per_step={options.prompts_per_step} x samples={options.samples}"
-    at_most = f"at most the {options.batch} responses of a step, {product}"
-    yield "mini_batch", (options.mini_batch or 0) <= options.batch, at_most
+    as_many = f"as many responses in a step, which has {options.batch}, {product}"
+    yield "mini_batch", (options.mini_batch or 0) <= options.batch, as_many
     yield "data.weights", len(options.data.weight_of_sources) != 1, "several sources, with a weight for each"
     yield "data.max_turns", options.converses, "an environment of several turns"
     limits = "agents.concurrent agents.timeout agents.max_calls agents.max_tokens"
