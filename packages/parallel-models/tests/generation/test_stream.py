@@ -48,6 +48,22 @@ def log_probs(engine: Engine, tokens: list[int]) -> Tensor:
     return outputs[0][:-1]
 
 
+def change_weights(engine: Engine, stream: ResponseStream, *, recompute: bool) -> None:
+    """Change all weights, and give them version 6."""
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.1)
+    stream.renew(6, recompute=recompute)
+
+
+def rest_of(stream: ResponseStream) -> dict[int, Any]:
+    """Step until all responses are complete, and return those of the steps."""
+    drawn = dict[int, Any]()
+    while len(stream):
+        drawn |= dict(stream.step()[1])
+    return drawn
+
+
 def test_prompts_that_arrive_meanwhile_get_the_responses_of_one_call(engine: Engine) -> None:
     options = options_of(top_k=5, keep_sampling_mask=True)
     rows = [Prompt(torch.tensor(prompt)) for prompt in PROMPTS]
@@ -59,8 +75,7 @@ def test_prompts_that_arrive_meanwhile_get_the_responses_of_one_call(engine: Eng
         for key, (prompt, uniforms) in enumerate(zip(PROMPTS, numbers(), strict=True)):
             stream.add(key, prompt, uniforms, LONGEST)
             drawn |= dict(stream.step()[1])
-        while len(stream):
-            drawn |= dict(stream.step()[1])
+        drawn |= rest_of(stream)
     finally:
         stream.close()
     assert sorted(drawn) == [0, 1, 2, 3]
@@ -93,12 +108,8 @@ def test_weights_change_between_two_looks(llama: Path, recompute: bool, sequence
         for key, (prompt, uniforms) in enumerate(zip(PROMPTS, numbers(), strict=True)):
             stream.add(key, prompt, uniforms, 20 if key == 0 else LONGEST)
         drawn |= dict(stream.step()[1])
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.1)
-        stream.renew(6, recompute=recompute)
-        while len(stream):
-            drawn |= dict(stream.step()[1])
+        change_weights(engine, stream, recompute=recompute)
+        drawn |= rest_of(stream)
     finally:
         stream.close()
     differences = list[float]()
@@ -129,12 +140,8 @@ def test_a_response_that_begins_beside_one_of_older_weights_shares_no_keys(llama
         stream.add(0, PROMPTS[0], numbers(1)[0], 16)
         stream.add(1, PROMPTS[2], numbers()[2], LONGEST)
         assert [key for key, _ in stream.step()[1]] == [0]
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.1)
-        stream.renew(6, recompute=False)
-        while len(stream):
-            drawn |= dict(stream.step()[1])
+        change_weights(engine, stream, recompute=False)
+        drawn |= rest_of(stream)
     finally:
         stream.close()
     first, second = drawn[1]
@@ -145,7 +152,7 @@ def test_a_response_that_begins_beside_one_of_older_weights_shares_no_keys(llama
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_masks_stay_as_they_were_drawn(llama: Path, recompute: bool) -> None:
-    """Those of the first look are the masks of the older weights; each later token has a mask of its own, too."""
+    """The first 16 tokens keep the masks of the older weights. The other tokens have masks of the new weights."""
     engine = load_engine(llama, "causal_lm", Grid.build(ParallelDims(), device="cpu"), EngineOptions())
     options = options_of(stop_ids=[], top_k=5, keep_sampling_mask=True)
     older = draw_responses(engine, [Prompt(torch.tensor(PROMPTS[0]))], options, 64, numbers()[:1])
@@ -154,10 +161,7 @@ def test_masks_stay_as_they_were_drawn(llama: Path, recompute: bool) -> None:
     try:
         stream.add(0, PROMPTS[0], numbers()[0], LONGEST)
         assert stream.step() == ([0], [])
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.1)
-        stream.renew(6, recompute=recompute)
+        change_weights(engine, stream, recompute=recompute)
         ((_, responses),) = stream.step()[1]
     finally:
         stream.close()
@@ -181,8 +185,7 @@ def test_keys_that_are_given_up_leave_no_trace(engine: Engine) -> None:
         for key in (0, 2):
             stream.cancel(key)
         assert stream.step()[0] == [3]
-        while len(stream):
-            drawn |= dict(stream.step()[1])
+        drawn |= rest_of(stream)
         stream.cancel(3)
         assert not any((stream.waiting, stream._busy(), stream._places, stream._asked))
         assert stream.tables.num_free == stream.tables.num_blocks
@@ -233,10 +236,7 @@ def test_turns_compute_what_is_new_until_the_weights_change(llama: Path, recompu
         (second,), computed = draw(turn)
         assert computed == len(turn) - 1 - 128
         assert draw(early, steps=1) == ([], 99)
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.mul_(1.1)
-        stream.renew(6, recompute=recompute)
+        change_weights(engine, stream, recompute=recompute)
         (mixed, third, _), computed = draw(second + answer, early)
         assert computed == len(second + answer) - 1 + 99 + recompute * (len(early) + 15)
         _, computed = draw(mixed + answer)
