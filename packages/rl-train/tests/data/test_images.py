@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_images_of_a_saved_dataset_are_relative_to_its_folder(
 def test_images_of_a_pattern_are_relative_to_their_own_file(
     model: Path, tmp_path: Path, upload: Callable[[Path, str], None], base: str | None
 ) -> None:
-    """Also where a window of rows is read again, and where a file has no rows."""
+    """Also where rows are read in another order than their files are opened, and where a file has no rows."""
     for folder, colour, count in (("a", "red", 2), ("b", "red", 0), ("c", "blue", 3)):
         (tmp_path / folder).mkdir()
         save_pictures(tmp_path / folder)[colour].rename(tmp_path / folder / "one.png")
@@ -116,9 +117,10 @@ def test_images_of_a_pattern_are_relative_to_their_own_file(
     assert blue is not None
     assert [one is not None and one.digest for one in images] == [red.digest] * 2 + [blue.digest] * 3
     assert red.digest != blue.digest
-    for start, digest in ((3, blue.digest), (1, red.digest)):
-        prompt = reader.read(source, *next(reader.rows(source, start=start)))
-        (one,) = load_images([prompt.chat])
+    rows = [next(reader.rows(source, start=3)), next(reader.rows(source, start=1)), *islice(reader.rows(source), 5)]
+    digests = [blue.digest, *[red.digest] * 3, *[blue.digest] * 3]
+    for row, digest in zip(rows, digests, strict=True):
+        (one,) = load_images([reader.read(source, *row).chat])
         assert one is not None
         assert one.digest == digest
 

@@ -1,12 +1,15 @@
-"""The models of a run on Ray stay until the loop has ended."""
+"""The models of a run on Ray stay until the loop has ended, and an engine apart gets the options of its run."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
+from parallel_layers import ParallelDims
 from rl_models.api import WholeBatches
 from rl_train.cluster import group, placement
 from rl_train.data.prompts import read_prompts
@@ -92,3 +95,23 @@ def test_the_groups_of_a_run_on_ray_live_as_long_as_the_loop(
     assert values["responses"] == 4
     assert (tmp_path / "run" / "actor" / "model.safetensors").is_file()
     assert Vllm.asked == asked
+
+
+def test_an_engine_apart_gets_the_options_of_the_run(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SeparateEngine", lambda actor, model, **given: given)
+    values: dict[str, Any] = {
+        **{"engine.dtype": "bfloat16", "engine.tp_invariant": True, "collective_timeout": 90, "staleness": 1},
+        **{"rollouts.devices": "cpu,cpu", "rollouts.dims": "tp=2", "rollouts.in_flight": True},
+        **{"rollouts.stale_cache": "recompute", "rollouts.changed_weights": True, "rollouts.max_sequences": 7},
+        **{"rollouts.cache_gib": 0.5, "rollouts.drafts": 2},
+    }
+    options = TrainOptions(model=model, prompts=prompts, reward="r:f", device="cpu", **values)
+    checked_run: Any = SimpleNamespace(options=options, longest=77)
+    assert run.rollouts_of(checked_run, None) == {  # type: ignore[arg-type, comparison-overlap]
+        **{"devices": ["", ""], "dims": ParallelDims(tp=2), "dtype": torch.bfloat16, "tp_invariant": True},
+        **{"in_flight": True, "stale_cache": "recompute", "changed_only": True, "timeout": 90, "max_length": 77},
+        **{"max_sequences": 7, "cache_gib": 0.5, "drafts": 2, "float8": False, "float8_cache": False},
+        "experts": options.rollouts.experts,
+    }
