@@ -51,7 +51,8 @@ def check_options(options: RunOptions, before: Mapping[str, Any]) -> None:
         name = option.name
         if option.may_change or name not in earlier:
             continue
-        if _text(earlier[name]) != _text(now[name]) != _text(_in_effect(options, earlier)[name]):
+        value = _text(now[name])
+        if value != _text(earlier[name]) and value != _text(_in_effect(options, earlier)[name]):
             raise ValueError(
                 f"{place_of(options.out)} holds a run with {name}={earlier[name]!r}, this one has {now[name]!r}; "
                 f"choose another out, or give the same {name} to resume it"
